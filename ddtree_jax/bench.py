@@ -1,0 +1,276 @@
+"""`ddtree-jax bench`: what each algorithm gains over plain decoding, and the proof that it changes nothing.
+
+Every row decodes the same held-out prompts in the same process. A row's first pass over all prompts compiles
+its programs and gives its outputs and acceptance lengths. The timed passes come after that, the rows
+interleaved so that a slow moment of the machine does not fall on one row alone; their median is shown.
+"""
+
+import dataclasses
+import importlib.resources
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ddtree_jax
+from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities, require_drafter
+from ddtree_jax.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ddtree_jax.engine import Engine
+
+# what a round does besides the two model passes, in the names of profiling.round_breakdown
+_OUTSIDE_MODELS = ("build", "accept", "commit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What to run; a wrong value raises ValueError naming it.
+
+    Attributes:
+      prompts: how many of the held-out prompts, from the first on.
+      max_new_tokens: per prompt.
+      budgets: one ddtree row each.
+      batch: prompts decoded together.
+      temperature: 0 is greedy.
+      repeats: timed passes of each row.
+    """
+
+    prompts: int = 8
+    max_new_tokens: int = 96
+    budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
+    batch: int = 1
+    temperature: float = 0.0
+    repeats: int = 3
+
+    def __post_init__(self):
+        for name in ("prompts", "max_new_tokens", "batch", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}; at least 1")
+        if not self.budgets or min(self.budgets) < 0:
+            raise ValueError(f"budgets: got {list(self.budgets)}; at least one, each at least 0")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: got {self.temperature}; a finite number >= 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """The figures of one algorithm at one budget.
+
+    Attributes:
+      algorithm, budget: budget is None where the algorithm builds no tree.
+      acceptance_mean: mean over prompts of each prompt's mean acceptance length.
+      acceptance_by_token: all tokens of all rounds over all rounds.
+      acceptance_median: median over prompts.
+      tokens_per_second: output tokens of all prompts over the wall time of a pass, prefill included; the
+        median of the timed passes.
+      speedup: tokens_per_second over that of `none`.
+      round_ms: milliseconds of a round by stage.
+      num_identical: prompts whose tokens are those of `none`.
+    """
+
+    algorithm: str
+    budget: int | None
+    acceptance_mean: float
+    acceptance_by_token: float
+    acceptance_median: float
+    tokens_per_second: float
+    speedup: float
+    round_ms: dict[str, float]
+    num_identical: int
+
+    @property
+    def outside_models_ms(self) -> float:
+        """Milliseconds of a round outside the two model passes."""
+        return sum(self.round_ms.get(stage, 0.0) for stage in _OUTSIDE_MODELS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    """All rows, and where and how they were measured."""
+
+    settings: BenchSettings
+    rows: tuple[BenchRow, ...]
+    device: str
+    dtype: str
+    num_identical: int  # prompts that are identical to `none` in every row
+
+    @property
+    def all_identical(self) -> bool:
+        return self.num_identical == self.settings.prompts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as values that `json.dumps` takes."""
+        values = dataclasses.asdict(self)
+        for row, source in zip(values["rows"], self.rows, strict=True):
+            row["outside_models_ms"] = source.outside_models_ms
+        return values
+
+    def table(self) -> str:
+        """Returns the report as text: a head line, one line a row, and `identical n/N` at the end."""
+        settings = self.settings
+        sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
+        columns = (
+            "algorithm",
+            "budget",
+            "mean",
+            "by token",
+            "median",
+            "tokens/s",
+            "speed-up",
+            "outside ms",
+            "same",
+        )
+        lines = [columns]
+        for row in self.rows:
+            total = sum(row.round_ms.values())
+            share = f" ({row.outside_models_ms / total:.0%})" if total > 0 else ""
+            lines.append(
+                (
+                    row.algorithm,
+                    "-" if row.budget is None else str(row.budget),
+                    f"{row.acceptance_mean:.2f}",
+                    f"{row.acceptance_by_token:.2f}",
+                    f"{row.acceptance_median:.2f}",
+                    f"{row.tokens_per_second:.1f}",
+                    f"{row.speedup:.2f}x",
+                    f"{row.outside_models_ms:.2f}{share}",
+                    f"{row.num_identical}/{settings.prompts}",
+                )
+            )
+        widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+        body = [
+            "  ".join(
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        ]
+        head = (
+            f"{self.device}, {self.dtype}: {settings.prompts} held-out prompts, "
+            f"{settings.max_new_tokens} new tokens, "
+            f"batch {settings.batch}, {sampling}, median of {settings.repeats}"
+        )
+        legend = (
+            "mean, by token, median: acceptance length (tokens a target pass); "
+            "outside ms: a round without its two model passes"
+        )
+        return "\n".join([head, legend, *body, f"identical {self.num_identical}/{settings.prompts}"])
+
+
+def held_out_prompts() -> list[str]:
+    """Returns the prompts that ship with the package; no model of the shipped pair was trained on them."""
+    file = importlib.resources.files("ddtree_jax") / "demo" / "heldout.json"
+    try:
+        return [entry["prompt"] for entry in json.loads(file.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file}: expected the held-out prompts of the shipped pair, found no file"
+        ) from None
+
+
+def run_bench(
+    engine: "Engine", settings: BenchSettings, *, progress: Callable[[str], None] | None = None
+) -> BenchReport:
+    """Measures all rows on one engine.
+
+    Args:
+      engine: a pair with tokenizer and drafter.
+      settings: what to run.
+      progress: is told what is being measured.
+
+    Raises:
+      UnsupportedRequestError: the engine has no drafter.
+      ValueError: more prompts asked for than ship with the package.
+    """
+    from ddtree_jax import profiling
+
+    say = progress or (lambda message: None)
+    require_drafter(SpeculativeAlgorithm.DDTREE, engine.drafter is not None)
+    prompts = held_out_prompts()
+    if settings.prompts > len(prompts):
+        raise ValueError(f"prompts: got {settings.prompts}; at most {len(prompts)} ship with the package")
+    prompts = prompts[: settings.prompts]
+
+    configurations: list[tuple[SpeculativeAlgorithm, int | None]] = []
+    for algorithm in SpeculativeAlgorithm:
+        budgets = settings.budgets if capabilities(algorithm).branching else (None,)
+        configurations.extend((algorithm, budget) for budget in budgets)
+
+    def decode(algorithm: SpeculativeAlgorithm, budget: int | None) -> list[ddtree_jax.Result]:
+        results: list[ddtree_jax.Result] = []
+        for start in range(0, len(prompts), settings.batch):
+            results += ddtree_jax.generate(
+                engine,
+                prompts[start : start + settings.batch],
+                max_new_tokens=settings.max_new_tokens,
+                algorithm=algorithm,
+                budget=budget or 0,
+                temperature=settings.temperature,
+            )
+        return results
+
+    outputs = []
+    for algorithm, budget in configurations:
+        say(f"bench: {_name(algorithm, budget)}: compiling, first pass")
+        outputs.append(decode(algorithm, budget))
+    speeds: list[list[float]] = [[] for _ in configurations]
+    for repeat in range(settings.repeats):
+        say(f"bench: timed pass {repeat + 1} of {settings.repeats}")
+        for number, (algorithm, budget) in enumerate(configurations):
+            start = time.perf_counter()
+            results = decode(algorithm, budget)
+            seconds = time.perf_counter() - start
+            speeds[number].append(sum(len(result.token_ids) for result in results) / seconds)
+
+    plain = configurations.index((SpeculativeAlgorithm.NONE, None))
+    plain_speed = statistics.median(speeds[plain])
+    same = [
+        [
+            result.token_ids == reference.token_ids
+            for result, reference in zip(results, outputs[plain], strict=True)
+        ]
+        for results in outputs
+    ]
+    rows = []
+    for number, (algorithm, budget) in enumerate(configurations):
+        say(f"bench: {_name(algorithm, budget)}: time by stage")
+        stats = [result.stats for result in outputs[number]]
+        lengths = [length for entry in stats for length in entry.acceptance_lengths]
+        # A prompt whose first token ends it has no round and says nothing about acceptance.
+        means = [entry.mean_acceptance_length for entry in stats if entry.num_rounds] or [0.0]
+        speed = statistics.median(speeds[number])
+        rows.append(
+            BenchRow(
+                algorithm=algorithm.value,
+                budget=budget,
+                acceptance_mean=statistics.fmean(means),
+                acceptance_by_token=statistics.fmean(lengths) if lengths else 0.0,
+                acceptance_median=statistics.median(means),
+                tokens_per_second=speed,
+                speedup=speed / plain_speed,
+                round_ms=dict(profiling.round_breakdown(engine, algorithm, budget or 0, settings.batch)),
+                num_identical=sum(same[number]),
+            )
+        )
+    return BenchReport(
+        settings=settings,
+        rows=tuple(rows),
+        device=_device(),
+        dtype=str(engine.target.dtype),
+        num_identical=sum(all(row[prompt] for row in same) for prompt in range(len(prompts))),
+    )
+
+
+def _name(algorithm: SpeculativeAlgorithm, budget: int | None) -> str:
+    return algorithm.value if budget is None else f"{algorithm.value} {budget}"
+
+
+def _device() -> str:
+    import jax
+
+    device = jax.devices()[0]
+    return f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else device.device_kind

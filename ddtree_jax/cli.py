@@ -1,0 +1,362 @@
+"""The command line: `ddtree-jax generate | bench | doctor`.
+
+Exit status: 0 done; 2 bad usage or input, with exactly one line on stderr; 1 a fault of the program, with its
+traceback; 130 interrupted; 141 the reader of stdout went away.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+import ddtree_jax
+from ddtree_jax.algorithm import SpeculativeAlgorithm
+from ddtree_jax.errors import CheckpointError, UnsupportedRequestError
+
+if TYPE_CHECKING:
+    from ddtree_jax.engine import Engine
+
+OK, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+
+# what a caller can cause; everything else is a fault of the program
+_INPUT_ERRORS = (ValueError, CheckpointError, UnsupportedRequestError)
+
+
+class _UsageError(Exception):
+    """Bad usage, found by the parser."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage by an exception: argparse would print a usage block and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    if hasattr(sys.stdout, "reconfigure"):
+        # A model may write any character, and a terminal need not be able to show it.
+        sys.stdout.reconfigure(errors="replace")
+    # Remarks of JAX and XLA about the platform would break the rule of one line on stderr; `doctor` has them.
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        try:
+            arguments = _parser().parse_args(argv)
+        except SystemExit:  # --help or --version, printed
+            status = OK
+        else:
+            status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (_UsageError, *_INPUT_ERRORS) as error:
+        _print_error(error)
+        return BAD_INPUT
+    except Exception:
+        traceback.print_exc()
+        print("ddtree-jax: this is a fault of the program, please report it", file=sys.stderr)
+        return FAULT
+
+
+def _print_error(error: Exception) -> None:
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"ddtree-jax: error: {message}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="ddtree-jax",
+        description="Lossless tree speculative decoding in JAX.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ddtree-jax {ddtree_jax.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_generate(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", metavar="DIR", help="HF-format target folder (default: the shipped pair)")
+    group.add_argument("--drafter", metavar="DIR", help="HF-format drafter folder for that target")
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="TYPE",
+        help="auto (default: float32 on CPU, bfloat16 on GPU), float32 or bfloat16",
+    )
+    group.add_argument(
+        "--progress",
+        action="store_true",
+        help="say on stderr what is loading and compiling (default: where stderr is a terminal)",
+    )
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        allow_abbrev=False,
+        help="continue a prompt and stream the text",
+        description="Streams the continuation of PROMPT to stdout, then prints one line of statistics.",
+    )
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text; - reads it from stdin")
+    parser.add_argument(
+        "--demo-prompt",
+        type=int,
+        metavar="N",
+        help="use shipped held-out prompt N (0, 1, ...) instead of PROMPT",
+    )
+    parser.add_argument(
+        "--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    names = ", ".join(member.value for member in SpeculativeAlgorithm)
+    parser.add_argument("--algorithm", default="ddtree", metavar="NAME", help=f"{names}; default ddtree")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        default=32,
+        metavar="N",
+        help="tree nodes besides the root (ddtree); default 32",
+    )
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the smallest set of this probability")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens below P times the most probable one"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    group.add_argument(
+        "--stop-token-ids",
+        type=_token_id_list,
+        metavar="IDS",
+        help="ids separated by commas, instead of the model's own end tokens; '' for none",
+    )
+    parser.add_argument(
+        "--show-tree", action="store_true", help="draw the last round's tree and its accepted path"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the stream")
+    _add_engine_options(parser)
+    parser.set_defaults(run=_run_generate)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        allow_abbrev=False,
+        help="acceptance length and speed of every algorithm, against none in the same run",
+        description=(
+            "Runs none, dflash and ddtree at several budgets on the shipped held-out prompts, "
+            "checks that every output is the one of none, and prints a table."
+        ),
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=8, metavar="N", help="first N held-out prompts; default 8"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="default 96")
+    parser.add_argument(
+        "--budgets",
+        type=_budget_list,
+        default=(4, 8, 16, 32, 64),
+        metavar="LIST",
+        help="default 4,8,16,32,64",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="B", help="prompts decoded together; default 1"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0 (greedy)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed runs of each row, medians shown; default 3"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    _add_engine_options(parser)
+    parser.set_defaults(run=_run_bench)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="what this installation can do, and what is missing",
+        description="Reports versions, devices and the shipped pair. Status 1: something needed is missing.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_run_doctor)
+
+
+def _budget(text: str) -> int | str:
+    """An integer, or `auto`; whether the value is allowed is for the library to say."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are an integer >= 0 and auto") from None
+
+
+def _token_id_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are integers separated by commas") from None
+
+
+def _budget_list(text: str) -> tuple[int, ...]:
+    budgets = tuple(dict.fromkeys(_token_id_list(text)))
+    if not budgets:
+        raise argparse.ArgumentTypeError("got no budget; give at least one")
+    return budgets
+
+
+def _progress(wanted: bool) -> Callable[[str], None] | None:
+    """Returns what writes progress to stderr, or None where nobody would read it."""
+    if not wanted and not sys.stderr.isatty():
+        return None
+
+    def say(message: str) -> None:
+        print(f"ddtree-jax: {message}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _load(arguments: argparse.Namespace, progress: Callable[[str], None] | None) -> "Engine":
+    target = "demo" if arguments.target is None else arguments.target
+    return ddtree_jax.load(target, arguments.drafter, dtype=arguments.dtype, progress=progress)
+
+
+def _prompt(arguments: argparse.Namespace, stdin: IO[str]) -> str | list[int]:
+    if (arguments.prompt is None) == (arguments.demo_prompt is None):
+        raise _UsageError("argument PROMPT: give either PROMPT (- for stdin) or --demo-prompt")
+    if arguments.demo_prompt is not None:
+        from ddtree_jax.bench import held_out_prompts
+
+        prompts = held_out_prompts()
+        if not 0 <= arguments.demo_prompt < len(prompts):
+            raise ValueError(
+                f"--demo-prompt: got {arguments.demo_prompt}; allowed are 0 to {len(prompts) - 1}"
+            )
+        return prompts[arguments.demo_prompt]
+    text = arguments.prompt
+    if text == "-":
+        raw = stdin.buffer.read() if hasattr(stdin, "buffer") else stdin.read().encode()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"PROMPT: stdin is not UTF-8 text (byte {error.start})") from None
+    if arguments.token_ids:
+        try:
+            return _token_id_list(text)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"PROMPT: {error}") from None
+    return text
+
+
+def _run_generate(arguments: argparse.Namespace) -> int:
+    # Bad arguments that need no model are told before the weights load.
+    prompt = _prompt(arguments, sys.stdin)
+    SpeculativeAlgorithm.parse(arguments.algorithm)
+    progress = _progress(arguments.progress)
+    engine = _load(arguments, progress)
+    chunks = ddtree_jax.stream(
+        engine,
+        prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        algorithm=arguments.algorithm,
+        budget=arguments.budget,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        stop_token_ids=arguments.stop_token_ids,
+        with_tree=arguments.show_tree,
+        progress=progress,
+    )
+    out = sys.stdout
+    pieces: list[str] = []
+    token_ids: list[int] = []
+    last_tree = None
+    last = None
+    for chunk in chunks:
+        last = chunk
+        last_tree = chunk.tree or last_tree
+        token_ids.extend(chunk.token_ids)
+        # Without a tokenizer the ids are the output.
+        text = (
+            chunk.text if chunk.text is not None else "".join(f"{token_id} " for token_id in chunk.token_ids)
+        )
+        pieces.append(text)
+        if not arguments.json:
+            out.write(text)
+            out.flush()
+    if last is None or last.stats is None:
+        raise RuntimeError("the stream ended without statistics")
+
+    drawing = _drawing(engine, last_tree) if arguments.show_tree else None
+    if arguments.json:
+        document = {
+            "text": "".join(pieces) if engine.tokenizer is not None else None,
+            "token_ids": token_ids,
+            "finish_reason": last.finish_reason,
+            "stats": last.stats.to_dict(),
+        }
+        if arguments.show_tree:
+            document["tree"] = drawing
+        print(json.dumps(document), file=out)
+        return OK
+    if not "".join(pieces).endswith("\n"):
+        out.write("\n")
+    if arguments.show_tree:
+        out.write(f"\n{drawing}\n\n")
+    print(last.stats.summary_line(), file=out)
+    return OK
+
+
+def _drawing(engine: "Engine", last_tree: Any) -> str:
+    if last_tree is None:
+        return "(no round was needed, so there is no tree)"
+    from ddtree_jax import viz
+
+    token_text = engine.tokenizer.token_text if engine.tokenizer is not None else None
+    return viz.ascii_tree(last_tree.tree, last_tree.path, token_text, batch_index=last_tree.batch_index)
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    from ddtree_jax import bench
+
+    settings = bench.BenchSettings(
+        prompts=arguments.prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        budgets=arguments.budgets,
+        batch=arguments.batch,
+        temperature=arguments.temperature,
+        repeats=arguments.repeats,
+    )
+    progress = _progress(arguments.progress)
+    engine = _load(arguments, progress)
+    report = bench.run_bench(engine, settings, progress=progress)
+    print(json.dumps(report.to_dict()) if arguments.json else report.table())
+    # In bfloat16, passes of different widths may round a near-tie differently; in float32 that is a fault.
+    return FAULT if report.dtype == "float32" and not report.all_identical else OK
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    from ddtree_jax import doctor
+
+    report = doctor.examine()
+    print(json.dumps(report.to_dict()) if arguments.json else report.text())
+    return OK if report.healthy else FAULT

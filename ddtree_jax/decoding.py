@@ -1,0 +1,288 @@
+"""Device programs: prefill, one round, and the loop of rounds, as jitted pure functions of (plan, weights, state)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities
+from ddtree_jax.engine import Engine
+from ddtree_jax.models.cache import Cache, write_rows
+from ddtree_jax.models.glm5 import causal_mask
+from ddtree_jax.models.pair import StaticModel, propose
+from ddtree_jax.sampling import SamplingParams, choose_tokens
+from ddtree_jax.tree import (
+    RoundFunctions,
+    RoundOutput,
+    RoundState,
+    Verified,
+    build_tree,
+    chain_tree,
+    gather_rows,
+    speculative_round,
+)
+
+CHUNK_TOKENS = 256  # longest prefill chunk; a prompt of any length runs as a number of these
+MIN_CHUNK_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about a generation; two equal plans share their compiled programs.
+
+    algorithm: what builds the draft.
+    budget: tree nodes besides the root; 0 for algorithms without a tree.
+    draft_depth: L of the drafter, 0 without one.
+    mode: the static sampling mode of `sampling.choose_tokens`.
+    debug: run the value rules of `tree.invariants` in every round.
+    """
+
+    algorithm: SpeculativeAlgorithm
+    budget: int
+    draft_depth: int
+    taps: tuple[int, ...]
+    mode: str
+    target: StaticModel
+    drafter: StaticModel | None
+    debug: bool = False
+
+    def for_prefill(self, *, keep_mode: bool = False) -> Plan:
+        """The plan of the prompt's programs, which all algorithms and budgets of one pair share."""
+        shared = SpeculativeAlgorithm.NONE
+        mode = self.mode if keep_mode else "greedy"
+        return dataclasses.replace(self, algorithm=shared, budget=0, mode=mode, debug=False)
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest node that a round can accept: the drafter's rows, but no deeper than the tree has nodes."""
+        return min(self.draft_depth, self.budget) if capabilities(self.algorithm).branching else self.draft_depth
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The parameters of a pair as one pytree; `drafter` is None where the algorithm drafts nothing."""
+
+    target: Any
+    drafter: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillState:
+    """Caches while the prompt runs in, and the residual stream at each sequence's newest token."""
+
+    cache: Cache
+    draft_cache: Cache | None
+    hidden: jax.Array  # [B, D]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """What a loop of rounds wrote: token_ids int32[B, C], counts int32[B], acceptance lengths int32[B, C] by round."""
+
+    token_ids: jax.Array
+    counts: jax.Array
+    acceptance_lengths: jax.Array
+    num_rounds: jax.Array  # int32[]
+
+
+def make_plan(
+    engine: Engine, algorithm: SpeculativeAlgorithm, budget: int, mode: str, *, debug: bool = False
+) -> tuple[Plan, Weights]:
+    """The static plan and the weights of one algorithm on one engine."""
+    row = capabilities(algorithm)
+    drafter = engine.drafter if row.needs_drafter else None
+    plan = Plan(
+        algorithm=algorithm,
+        budget=budget if row.branching else 0,
+        draft_depth=0 if drafter is None else drafter.config.draft_depth,
+        taps=() if drafter is None else drafter.config.target_layer_ids,
+        mode=mode,
+        target=engine.target.static,
+        drafter=None if drafter is None else drafter.static,
+        debug=debug,
+    )
+    return plan, Weights(engine.target.params, None if drafter is None else drafter.params)
+
+
+def chunk_tokens(longest_prompt: int) -> int:
+    """Prefill chunk for a batch: a power of two, so that prompts of similar length share one program."""
+    size = MIN_CHUNK_TOKENS
+    while size < min(longest_prompt, CHUNK_TOKENS):
+        size *= 2
+    return size
+
+
+def cache_capacity(longest_prompt: int, max_new_tokens: int, draft_depth: int) -> int:
+    """Cache slots S: the sequence, what the last write may spill beyond it, rounded up to a bucket.
+
+    A write covers a fixed number of rows from the sequence's length on, so S keeps one prefill chunk above the longest
+    prompt and one accepted path above the longest sequence; a clamped write would overwrite committed rows.
+    """
+    need = max(longest_prompt + max_new_tokens + draft_depth + 1, longest_prompt + chunk_tokens(longest_prompt))
+    step = 128
+    while step * 8 < need:
+        step *= 2
+    return -(-need // step) * step
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "batch", "capacity"))
+def start_prefill(plan: Plan, weights: Weights, batch: int, capacity: int) -> PrefillState:
+    """Empty caches for `batch` sequences of up to `capacity` tokens."""
+    target = plan.target.merge(weights.target)
+    drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
+    return PrefillState(
+        cache=target.empty_cache(batch, capacity),
+        draft_cache=None if drafter is None else drafter.empty_cache(batch, capacity),
+        hidden=jnp.zeros((batch, target.config.hidden_size), target.embed.dtype),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def prefill_chunk(
+    plan: Plan, weights: Weights, state: PrefillState, token_ids: jax.Array, counts: jax.Array
+) -> PrefillState:
+    """Commits the next chunk of each prompt: token_ids int32[B, C], of which `counts[b]` int32 are real (0..C)."""
+    target = plan.target.merge(weights.target)
+    b, c = token_ids.shape
+    positions = state.cache.lengths[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
+    out = target(token_ids, positions, causal_mask(b, c), state.cache, layer_ids=plan.taps)
+    draft_cache = state.draft_cache
+    if plan.drafter is not None:
+        drafter = plan.drafter.merge(weights.drafter)
+        draft_cache = write_rows(draft_cache, drafter.context_rows(out.features, positions), counts)
+    last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    return PrefillState(
+        cache=write_rows(state.cache, out.rows, counts),
+        draft_cache=draft_cache,
+        hidden=jnp.where(counts[:, None] > 0, last, state.hidden),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def first_token(
+    plan: Plan,
+    weights: Weights,
+    state: PrefillState,
+    sampling: SamplingParams,
+    stop_token_ids: jax.Array,
+    max_new_tokens: jax.Array,
+) -> RoundState:
+    """Chooses each sequence's first new token, the root of its first round. max_new_tokens: int32[B], 0 = inert row."""
+    target = plan.target.merge(weights.target)
+    logits = target.logits(state.hidden)[:, None]
+    zeros = jnp.zeros((logits.shape[0],), jnp.int32)
+    root = choose_tokens(logits, zeros[:, None], zeros, sampling, mode=plan.mode)[:, 0]
+    stopped = jnp.any(root[:, None] == stop_token_ids[None], axis=-1)
+    return RoundState(
+        cache=state.cache,
+        draft_cache=state.draft_cache,
+        root_token_ids=root,
+        lengths=state.cache.lengths,
+        emitted=jnp.minimum(max_new_tokens, 1),
+        remaining=jnp.maximum(max_new_tokens - 1, 0),
+        finished=stopped | (max_new_tokens <= 1),
+    )
+
+
+def round_functions(plan: Plan, weights: Weights, sampling: SamplingParams) -> RoundFunctions:
+    """The model functions of a round, closed over one pair's weights; called while tracing."""
+    target = plan.target.merge(weights.target)
+    drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
+
+    def draft(draft_cache: Cache, root_token_ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        del lengths  # the draft cache holds the same count
+        return propose(drafter, target, draft_cache, root_token_ids)
+
+    def build(draft_logits: jax.Array, root_token_ids: jax.Array) -> Any:
+        if capabilities(plan.algorithm).branching:
+            return build_tree(draft_logits, root_token_ids, budget=plan.budget)
+        return chain_tree(draft_logits, root_token_ids)
+
+    def verify(cache: Cache, token_ids: jax.Array, positions: jax.Array, mask: jax.Array) -> Verified:
+        out = target(token_ids, positions, mask, cache, layer_ids=plan.taps, absorbed=True)
+        return Verified(logits=target.logits(out.hidden), rows=out.rows, features=out.features)
+
+    def choose(logits: jax.Array, depths: jax.Array, emitted: jax.Array) -> jax.Array:
+        return choose_tokens(logits, depths, emitted, sampling, mode=plan.mode, max_depth=plan.max_depth)
+
+    def commit(
+        cache: Cache, draft_cache: Cache | None, verified: Verified, node_ids: jax.Array, counts: jax.Array
+    ) -> tuple[Cache, Cache | None]:
+        rows = gather_rows(verified.rows, node_ids, node_axis=2, batch_axis=1)
+        if drafter is not None:
+            features = gather_rows(verified.features, node_ids, node_axis=1, batch_axis=0)
+            positions = cache.lengths[:, None] + jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None]
+            with jax.named_scope("draft_context"):
+                context = drafter.context_rows(features, positions)
+            draft_cache = write_rows(draft_cache, context, counts)
+        return write_rows(cache, rows, counts), draft_cache
+
+    drafting = drafter is not None
+    return RoundFunctions(
+        verify=verify,
+        choose=choose,
+        commit=commit,
+        draft=draft if drafting else None,
+        build=build if drafting else None,
+    )
+
+
+def run_round(
+    plan: Plan, weights: Weights, state: RoundState, sampling: SamplingParams, stop_token_ids: jax.Array
+) -> tuple[RoundState, RoundOutput]:
+    """One round as a traceable function; `round_step` is the same, jitted."""
+    functions = round_functions(plan, weights, sampling)
+    return speculative_round(state, functions, stop_token_ids, max_depth=plan.max_depth, debug=plan.debug)
+
+
+round_step = jax.jit(run_round, static_argnames="plan", donate_argnames="state")
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "capacity"), donate_argnames="state")
+def decode_loop(
+    plan: Plan,
+    weights: Weights,
+    state: RoundState,
+    sampling: SamplingParams,
+    stop_token_ids: jax.Array,
+    capacity: int,
+) -> tuple[RoundState, Collected]:
+    """Runs rounds on the device until every sequence has finished; no host round trip inside.
+
+    capacity: static, at least the largest `remaining`: room for the tokens and, at one token a round at worst, for the
+    rounds. The final state is returned so that the donated caches are updated in place.
+    """
+    batch = state.root_token_ids.shape[0]
+    width = plan.max_depth + 1
+
+    def running(carry: tuple[RoundState, Collected]) -> jax.Array:
+        return jnp.any(~carry[0].finished)
+
+    def body(carry: tuple[RoundState, Collected]) -> tuple[RoundState, Collected]:
+        state, out = carry
+        state, emitted = run_round(plan, weights, state, sampling, stop_token_ids)
+        put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+        lengths = jax.lax.dynamic_update_slice(
+            out.acceptance_lengths, emitted.acceptance_lengths[:, None], (0, out.num_rounds)
+        )
+        return state, Collected(
+            token_ids=put(out.token_ids, emitted.token_ids, out.counts),
+            counts=out.counts + emitted.counts,
+            acceptance_lengths=lengths,
+            num_rounds=out.num_rounds + 1,
+        )
+
+    empty = Collected(
+        token_ids=jnp.zeros((batch, capacity + width), jnp.int32),
+        counts=jnp.zeros((batch,), jnp.int32),
+        acceptance_lengths=jnp.zeros((batch, capacity), jnp.int32),
+        num_rounds=jnp.zeros((), jnp.int32),
+    )
+    return jax.lax.while_loop(running, body, (state, empty))

@@ -1,0 +1,170 @@
+"""`ddtree-jax doctor`: what this installation has, and for what is missing, why and what to do."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ddtree_jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "orbax-checkpoint", "chex")
+_CUDA_EXTRA = "pip install 'ddtree-jax[cuda]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+      name: what was looked at.
+      value: what was found; for something that is missing, the reason and what to do.
+      status: "ok", "info" (missing, and nobody needs it here) or "bad" (missing, and the package needs it).
+    """
+
+    name: str
+    value: str
+    status: str = "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All findings, in the order in which they are shown."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return all(finding.status != "bad" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "healthy": self.healthy,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+    def text(self) -> str:
+        marks = {"ok": "ok  ", "info": "--  ", "bad": "BAD "}
+        width = max(len(finding.name) for finding in self.findings)
+        lines = [f"{marks[f.status]}{f.name:<{width}}  {f.value}" for f in self.findings]
+        verdict = (
+            "everything that this package needs is there" if self.healthy else "something needed is missing"
+        )
+        return "\n".join([*lines, verdict])
+
+
+def examine() -> Report:
+    """Looks at everything. A check that fails becomes a finding and does not end the report."""
+    checks: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
+        ("versions", _versions),
+        ("devices", _devices),
+        ("CUDA plugin", _cuda),
+        ("demo pair", _demo),
+    )
+    findings: list[Finding] = []
+    for name, check in checks:
+        try:
+            findings += check()
+        except Exception as error:  # the whole point is to report it
+            findings.append(Finding(name, f"not available: {_one_line(error)}", "bad"))
+    return Report(tuple(findings))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> list[Finding]:
+    findings = [
+        Finding("ddtree-jax", ddtree_jax.__version__),
+        Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+    ]
+    for package in _PACKAGES:
+        version = _version(package)
+        if version is None:
+            findings.append(Finding(package, f"not available: not installed; pip install {package}", "bad"))
+        else:
+            findings.append(Finding(package, version))
+    version = _version("matplotlib")
+    if version is None:
+        value = "not available: not installed; needed for figures only: pip install 'ddtree-jax[viz]'"
+        findings.append(Finding("matplotlib", value, "info"))
+    else:
+        findings.append(Finding("matplotlib", version))
+    return findings
+
+
+def _devices() -> list[Finding]:
+    import jax
+
+    findings = [Finding("backend", jax.default_backend())]
+    for device in jax.devices():
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            limit, used = stats["bytes_limit"] / 2**30, stats.get("bytes_in_use", 0) / 2**30
+            memory = f"{limit:.1f} GiB for JAX, {used:.1f} in use"
+        else:
+            memory = f"{_host_memory_gib():.1f} GiB of host memory, {os.cpu_count()} cores"
+        findings.append(Finding(f"device {device.id}", f"{device.device_kind} ({device.platform}), {memory}"))
+    x64 = bool(jax.config.jax_enable_x64)
+    findings.append(Finding("x64", "on; this package works in 32 bits all the same" if x64 else "off"))
+    return findings
+
+
+def _host_memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _cuda() -> list[Finding]:
+    import jax
+
+    # jax[cuda13] brings jax-cuda13-plugin; an older plugin is told by its own name
+    plugins = [(f"jax-cuda{major}-plugin", _version(f"jax-cuda{major}-plugin")) for major in (13, 12)]
+    installed = [f"{name} {version}" for name, version in plugins if version is not None]
+    has_gpu = pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    on_gpu = jax.default_backend() == "gpu"
+    if installed and on_gpu:
+        return [Finding("CUDA plugin", ", ".join(installed)), _jax_triton()]
+    if installed:
+        reason = "no NVIDIA driver was found" if not has_gpu else "JAX did not start it"
+        value = f"not available: {', '.join(installed)} is installed, but {reason}; check nvidia-smi"
+        return [Finding("CUDA plugin", f"{value} and JAX_PLATFORMS", "info")]
+    if has_gpu:
+        value = f"not available: an NVIDIA driver is here and the plugin is not installed; {_CUDA_EXTRA}"
+    else:
+        value = f"not available: no NVIDIA driver on this machine; on one with a GPU: {_CUDA_EXTRA}"
+    return [Finding("CUDA plugin", value, "info")]
+
+
+def _jax_triton() -> Finding:
+    version = _version("jax-triton")
+    if version is None:
+        return Finding("jax-triton", f"not available: not installed; {_CUDA_EXTRA}", "info")
+    return Finding("jax-triton", f"{version} (no kernel of this version uses it yet)")
+
+
+def _demo() -> list[Finding]:
+    folder = pathlib.Path(ddtree_jax.__file__).parent / "demo"
+    if not folder.is_dir():
+        value = "not available: the folder ddtree_jax/demo is missing; install the package again"
+        return [Finding("demo pair", value, "bad")]
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+    start = time.perf_counter()
+    engine = ddtree_jax.load("demo")
+    seconds = time.perf_counter() - start
+    if engine.drafter is None or engine.tokenizer is None:
+        missing = "drafter" if engine.drafter is None else "tokenizer"
+        return [Finding("demo pair", f"not available: it has no {missing}; install the package again", "bad")]
+    return [Finding("demo pair", f"{size:.1f} MiB on disk, loaded in {seconds:.1f} s")]

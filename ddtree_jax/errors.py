@@ -1,0 +1,16 @@
+"""The errors that a caller may see; a bad argument is a plain `ValueError`.
+
+Each message names what was wrong, what was found and what would be right, in one line.
+"""
+
+
+class CheckpointError(Exception):
+    """A model folder cannot be used: a file, config key, tensor, shape or pairing is missing or misfits."""
+
+
+class UnsupportedRequestError(Exception):
+    """The chosen algorithm or model cannot do what was asked; the message names both."""
+
+
+class InvariantError(Exception):
+    """A bug in this program: a state that admission should have made impossible."""

@@ -1,0 +1,36 @@
+"""GLM-5 target and DFlash drafter in Flax NNX, and their loaders."""
+
+from ddtree_jax.models.cache import Cache, gather_rows, write_rows
+from ddtree_jax.models.config import DFlashConfig, Glm5Config
+from ddtree_jax.models.pair import (
+    Drafter,
+    Target,
+    draft_logits,
+    load_drafter,
+    load_target,
+    make_drafter,
+    make_target,
+    save_drafter,
+    save_target,
+    target_features,
+    target_logits,
+)
+
+__all__ = [
+    "Cache",
+    "DFlashConfig",
+    "Drafter",
+    "Glm5Config",
+    "Target",
+    "draft_logits",
+    "gather_rows",
+    "load_drafter",
+    "load_target",
+    "make_drafter",
+    "make_target",
+    "save_drafter",
+    "save_target",
+    "target_features",
+    "target_logits",
+    "write_rows",
+]

@@ -1,0 +1,523 @@
+"""GLM-5 target (GlmMoeDsa): multi-head latent attention, DSA lightning indexer, dense and MoE layers, in Flax NNX.
+
+One forward pass serves prefill, plain decoding and tree verification. It takes a block of T tokens with their
+positions and a bool mask of which block tokens see which, over a cache of committed tokens that all block tokens see:
+a causal mask is a prefill chunk, T = 1 is a decoding step, an ancestor mask is a tree. It returns the block's own
+cache rows and writes nothing.
+
+Formulas: transformers 5.24 `glm_moe_dsa`; DeepSeek-V2 (arXiv 2405.04434) for MLA and its absorbed form,
+DeepSeek-V3.2 for the indexer. Layers of one kind are stacked and scanned (`layer_plan`), so that compile time does
+not grow with depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ddtree_jax.models.cache import Cache
+from ddtree_jax.models.config import DENSE, FULL, Glm5Config
+from ddtree_jax.models.layers import (
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    SwiGLU,
+    einsum,
+    gated,
+    masked_softmax,
+    rope_angles,
+    rope_interleaved,
+    select_top_k,
+    truncated_init,
+)
+
+DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU (benchmarks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """`repeats` copies of a short run of layers; `pattern` holds one (indexer type, MLP type) a layer of the run."""
+
+    pattern: tuple[tuple[str, str], ...]
+    repeats: int
+    first_layer: int
+
+    def layer_index(self, place: int, repeat: int) -> int:
+        return self.first_layer + repeat * len(self.pattern) + place
+
+
+def layer_plan(config: Glm5Config, *, scan: bool = True) -> tuple[Segment, ...]:
+    """Splits the layers into segments with as few distinct layer bodies as possible.
+
+    GLM-5.2 gives (dense full) x 3, (MoE shared x 3, MoE full) x 18, (MoE shared) x 3. With `scan=False` each layer is
+    its own segment, which is the unrolled model.
+    """
+    kinds, n = config.layer_kinds, config.num_hidden_layers
+    if not scan:
+        return tuple(Segment((kind,), 1, i) for i, kind in enumerate(kinds))
+    best: list[tuple[int, int, tuple[Segment, ...]]] = [(0, 0, ())] * (n + 1)  # by start: bodies, segments, plan
+    for start in range(n - 1, -1, -1):
+        options = []
+        for length in range(1, min(8, n - start) + 1):
+            pattern, repeats = kinds[start : start + length], 1
+            while True:
+                end = start + length * repeats
+                bodies, segments, rest = best[end]
+                options.append((bodies + length, segments + 1, (Segment(pattern, repeats, start), *rest)))
+                if kinds[end : end + length] != pattern:
+                    break
+                repeats += 1
+        best[start] = min(options, key=lambda option: option[:2])
+    return best[0][2]
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class BlockOutput:
+    """What one forward pass yields.
+
+    hidden: [B, T, D], the residual stream after the last layer, before the final norm.
+    features: [B, T, len(layer_ids) * D], the residual stream after each layer of `layer_ids`, in that order.
+    rows: the block's cache rows (structure of `Cache.rows`, T tokens), None unless `keep_rows`.
+    router_load: float32[MoE layers, E], the share of the block's tokens that chose each expert, None unless asked.
+    """
+
+    hidden: jax.Array
+    features: jax.Array
+    rows: Any
+    router_load: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """What every layer of one pass shares; plain closure data, not a pytree."""
+
+    cos: jax.Array  # float32[B, T, rope / 2]
+    sin: jax.Array
+    visible: jax.Array  # bool[B, T, S + T]: prefix columns, then block columns
+    use_indexer: bool
+    keep_rows: bool
+    absorbed: bool
+    causal_implementation: str | None  # fused causal attention for cache-free dense passes
+
+
+class Indexer(nnx.Module):
+    """DSA lightning indexer: scores every visible key for every query; the best `index_topk` are attended to."""
+
+    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.wq_b = Linear(c.q_lora_rank, c.index_n_heads * c.index_head_dim, dtype=dtype, rngs=rngs)
+        self.wk = Linear(c.hidden_size, c.index_head_dim, dtype=dtype, rngs=rngs)
+        self.k_norm = LayerNorm(c.index_head_dim, eps=1e-6, dtype=dtype)
+        self.weights_proj = Linear(c.hidden_size, c.index_n_heads, dtype=dtype, rngs=rngs)
+        self.heads, self.head_dim, self.rope_dim = c.index_n_heads, c.index_head_dim, c.qk_rope_head_dim
+
+    def keys(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """x: [B, T, D], the normed layer input. Returns [B, T, head_dim], rotated: what the cache holds."""
+        k = self.k_norm(self.wk(x))
+        rotated = rope_interleaved(k[..., : self.rope_dim], cos, sin)  # RoPE on the FIRST dims, unlike the main heads
+        return jnp.concatenate([rotated, k[..., self.rope_dim :]], axis=-1)
+
+    def queries(self, qr: jax.Array, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """qr: [B, T, q_lora_rank] after q_a_layernorm. Returns ([B, T, heads, head_dim], float32[B, T, heads])."""
+        q = self.wq_b(qr).reshape(*qr.shape[:-1], self.heads, self.head_dim)
+        rotated = rope_interleaved(q[..., : self.rope_dim], cos[:, :, None], sin[:, :, None])
+        q = jnp.concatenate([rotated, q[..., self.rope_dim :]], axis=-1)
+        weights = self.weights_proj(x, out_dtype=jnp.float32) * self.heads**-0.5
+        return q, weights
+
+    def scores(self, q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+        """float32[B, T, M] for keys [B, M, head_dim]: sum over heads of w * relu(q . k / sqrt(head_dim))."""
+        q32, k32 = q.astype(jnp.float32), keys.astype(jnp.float32)
+        heads = jax.nn.relu(einsum("bthd,bmd->bthm", q32, k32) * self.head_dim**-0.5)
+        return einsum("bth,bthm->btm", weights, heads)
+
+
+class MLA(nnx.Module):
+    """Multi-head latent attention. Cache row: [kv_lora_rank after its norm | rotated shared rope key]."""
+
+    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float):
+        c, heads = config, config.num_attention_heads
+        self.q_a = Linear(c.hidden_size, c.q_lora_rank, dtype=dtype, rngs=rngs)
+        self.q_a_norm = RMSNorm(c.q_lora_rank, eps=c.lora_norm_eps, dtype=dtype)
+        self.q_b = Linear(c.q_lora_rank, heads * c.qk_head_dim, dtype=dtype, rngs=rngs)
+        self.kv_a = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, dtype=dtype, rngs=rngs)
+        self.kv_a_norm = RMSNorm(c.kv_lora_rank, eps=c.lora_norm_eps, dtype=dtype)
+        std = c.kv_lora_rank**-0.5
+        self.k_b = truncated_init(rngs, (c.kv_lora_rank, heads, c.qk_nope_head_dim), dtype, std)
+        self.v_b = truncated_init(rngs, (c.kv_lora_rank, heads, c.v_head_dim), dtype, std)
+        self.o = Linear(heads * c.v_head_dim, c.hidden_size, dtype=dtype, rngs=rngs, std=out_std)
+        self.heads, self.nope, self.rank = heads, c.qk_nope_head_dim, c.kv_lora_rank
+        self.scale = c.qk_head_dim**-0.5
+
+    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns (qr [B, T, q_lora_rank], q_nope [B, T, H, nope], q_rope [B, T, H, rope], latent [B, T, rank + rope])."""
+        qr = self.q_a_norm(self.q_a(x))
+        q = self.q_b(qr).reshape(*x.shape[:-1], self.heads, -1)
+        q_rope = rope_interleaved(q[..., self.nope :], cos[:, :, None], sin[:, :, None])
+        kv = self.kv_a(x)
+        k_rope = rope_interleaved(kv[..., self.rank :], cos, sin)
+        latent = jnp.concatenate([self.kv_a_norm(kv[..., : self.rank]), k_rope], axis=-1)
+        return qr, q[..., : self.nope], q_rope, latent
+
+    def attend_absorbed(
+        self, q_nope: jax.Array, q_rope: jax.Array, context: jax.Array | None, latent: jax.Array, mask: jax.Array
+    ) -> jax.Array:
+        """Scores against the latents themselves; few queries. mask: bool[B, T, S + T]. Returns [B, T, H * v]."""
+        q = jnp.concatenate([einsum("bthn,chn->bthc", q_nope, self.k_b[...]), q_rope], axis=-1)
+        parts = [latent] if context is None else [context, latent]
+        scores = [einsum("bthc,bmc->bhtm", q, part, out_dtype=jnp.float32) for part in parts]
+        p = masked_softmax(jnp.concatenate(scores, axis=-1) * self.scale, mask[:, None]).astype(latent.dtype)
+        split = jnp.split(p, [parts[0].shape[1]], axis=-1) if len(parts) == 2 else [p]
+        # The rope tail of the latents is summed along and dropped: slicing it off first would copy the cache.
+        mixed = [
+            einsum("bhtm,bmc->bthc", pi, part, out_dtype=jnp.float32) for pi, part in zip(split, parts, strict=True)
+        ]
+        total = sum(mixed[1:], mixed[0]).astype(latent.dtype)[..., : self.rank]
+        out = einsum("bthc,chv->bthv", total, self.v_b[...])
+        return out.reshape(*out.shape[:2], -1)
+
+    def attend_expanded(
+        self, q_nope: jax.Array, q_rope: jax.Array, context: jax.Array | None, latent: jax.Array, mask: jax.Array
+    ) -> jax.Array:
+        """Rebuilds keys and values of every token; many queries. Same function as `attend_absorbed`."""
+        rows = latent if context is None else jnp.concatenate([context, latent], axis=1)
+        k, v, k_rope = self.expand(rows)
+        scores = einsum("bthn,bmhn->bhtm", q_nope, k, out_dtype=jnp.float32)
+        scores += einsum("bthr,bmr->bhtm", q_rope, k_rope, out_dtype=jnp.float32)
+        p = masked_softmax(scores * self.scale, mask[:, None]).astype(latent.dtype)
+        out = einsum("bhtm,bmhv->bthv", p, v)
+        return out.reshape(*out.shape[:2], -1)
+
+    def expand(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[B, M, rank + rope] -> keys without rope [B, M, H, nope], values [B, M, H, v], rope keys [B, M, rope]."""
+        c = rows[..., : self.rank]
+        k, v = einsum("bmc,chn->bmhn", c, self.k_b[...]), einsum("bmc,chv->bmhv", c, self.v_b[...])
+        return k, v, rows[..., self.rank :]
+
+    def attend_causal(self, q_nope: jax.Array, q_rope: jax.Array, latent: jax.Array, implementation: str) -> jax.Array:
+        """Fused causal attention without a cache (training). Needs v_head_dim == qk_head_dim for cuDNN."""
+        k, v, k_rope = self.expand(latent)
+        k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
+        q, k = jnp.concatenate([q_nope, q_rope], axis=-1), jnp.concatenate([k, k_rope], axis=-1)
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, implementation=implementation
+        )
+        return out.reshape(*out.shape[:2], -1)
+
+
+class Attention(nnx.Module):
+    """MLA with, on full layers, its indexer."""
+
+    def __init__(self, config: Glm5Config, *, full: bool, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float):
+        self.mla = MLA(config, dtype=dtype, rngs=rngs, out_std=out_std)
+        self.indexer = Indexer(config, dtype=dtype, rngs=rngs) if full else None
+        self.index_topk = config.index_topk
+
+    def __call__(
+        self, x: jax.Array, selection: jax.Array, context: dict[str, jax.Array] | None, block: _Block
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        qr, q_nope, q_rope, latent = self.mla.project(x, block.cos, block.sin)
+        rows = {"latent": latent}
+        if self.indexer is not None and (block.keep_rows or block.use_indexer):
+            rows["index_key"] = self.indexer.keys(x, block.cos, block.sin)
+            if block.use_indexer:
+                selection = self._select(qr, x, context, rows["index_key"], block)
+        past = None if context is None else context["latent"]
+        if block.causal_implementation is not None:
+            out = self.mla.attend_causal(q_nope, q_rope, latent, block.causal_implementation)
+        elif block.absorbed:
+            out = self.mla.attend_absorbed(q_nope, q_rope, past, latent, selection)
+        else:
+            out = self.mla.attend_expanded(q_nope, q_rope, past, latent, selection)
+        return self.mla.o(out), selection, rows
+
+    def _select(
+        self, qr: jax.Array, x: jax.Array, context: dict[str, jax.Array] | None, keys: jax.Array, block: _Block
+    ) -> jax.Array:
+        q, weights = self.indexer.queries(qr, x, block.cos, block.sin)
+        parts = [keys] if context is None else [context["index_key"], keys]
+        scores = jnp.concatenate([self.indexer.scores(q, weights, part) for part in parts], axis=-1)
+        return select_top_k(scores, block.visible, self.index_topk)
+
+
+class MoE(nnx.Module):
+    """Sigmoid router with group limit and selection bias, routed experts, one ungated shared expert (glm5.md 2.5).
+
+    Expert kernels come in one of two layouts. Up to DENSE_EXPERTS_LIMIT experts: gate_up [D, 2 * E * I] (all gates,
+    then all ups) and down [E * I, D], every expert computed as one wide SwiGLU whose activations are scaled by the
+    mostly zero routing weights. Above: gate_up [E, D, 2 * I] and down [E, I, D], rows sorted by expert.
+    """
+
+    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float):
+        c = config
+        d, e, i = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
+        self.router = truncated_init(rngs, (d, e), jnp.float32, d**-0.5)
+        self.router_bias = nnx.Param(jnp.zeros((e,), jnp.float32))
+        self.dense = e <= DENSE_EXPERTS_LIMIT
+        up, down = ((d, 2 * e * i), (e * i, d)) if self.dense else ((e, d, 2 * i), (e, i, d))
+        self.gate_up = truncated_init(rngs, up, dtype, d**-0.5)
+        self.down = truncated_init(rngs, down, dtype, out_std)
+        self.shared = SwiGLU(d, i * c.n_shared_experts, dtype=dtype, rngs=rngs, out_std=out_std)
+        self.config = c
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x: [M, D]. Returns (bool[M, E] chosen, float32[M, E] scores without the bias)."""
+        c = self.config
+        scores = jax.nn.sigmoid(einsum("md,de->me", x.astype(jnp.float32), self.router[...]))
+        choice = scores + self.router_bias[...][None]
+        if c.n_group > 1:
+            groups = choice.reshape(-1, c.n_group, c.n_routed_experts // c.n_group)
+            group_score = jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1)
+            kept = _best(group_score, c.topk_group)
+            choice = jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(choice.shape)
+        return _best(choice, c.num_experts_per_tok), scores
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x: [B, T, D]. Returns (same shape, float32[E] share of tokens that chose each expert)."""
+        flat = x.reshape(-1, x.shape[-1])
+        chosen, scores = self.route(flat)
+        weights = jnp.where(chosen, scores, 0.0)
+        if self.config.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = weights * self.config.routed_scaling_factor
+        routed = self._dense(flat, weights) if self.dense else self._grouped(flat, chosen, weights)
+        load = jnp.mean(chosen.astype(jnp.float32), axis=0)
+        return routed.reshape(x.shape) + self.shared(x), load
+
+    def _dense(self, x: jax.Array, weights: jax.Array) -> jax.Array:
+        h = gated(einsum("md,di->mi", x, self.gate_up[...]))
+        h = h.reshape(h.shape[0], weights.shape[-1], -1) * weights.astype(h.dtype)[:, :, None]
+        return einsum("mi,id->md", h.reshape(h.shape[0], -1), self.down[...])
+
+    def _grouped(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        k = self.config.num_experts_per_tok
+        top, experts = jax.lax.top_k(jnp.where(chosen, weights, -1.0), k)
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat)
+        sizes = jnp.bincount(flat, length=weights.shape[-1]).astype(jnp.int32)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        h = jax.lax.ragged_dot(x[order // k], self.gate_up[...], sizes, precision=precision)
+        y = jax.lax.ragged_dot(gated(h), self.down[...], sizes, precision=precision)
+        back = jnp.argsort(order)
+        y = y[back].reshape(x.shape[0], k, -1)
+        return jnp.sum(y * top.astype(y.dtype)[:, :, None], axis=1)
+
+
+def _best(values: jax.Array, k: int) -> jax.Array:
+    """bool[M, E]: the k largest of each row, equal values by lower index; by counting ranks, no sort."""
+    later = jnp.arange(values.shape[-1])
+    a, b = values[:, :, None], values[:, None, :]
+    beats = (b > a) | ((b == a) & (later[None, None, :] < later[None, :, None]))
+    return jnp.sum(beats, axis=-1) < k
+
+
+class DecoderLayer(nnx.Module):
+    """h += attention(norm h); h += mlp(norm h)."""
+
+    def __init__(self, config: Glm5Config, kind: tuple[str, str], *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        indexer, mlp = kind
+        depth = (2 * config.num_hidden_layers) ** -0.5
+        attention_std = depth * (config.num_attention_heads * config.v_head_dim) ** -0.5
+        self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(config, full=indexer == FULL, dtype=dtype, rngs=rngs, out_std=attention_std)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        if mlp == DENSE:
+            width = config.intermediate_size
+            self.mlp = SwiGLU(config.hidden_size, width, dtype=dtype, rngs=rngs, out_std=depth * width**-0.5)
+        else:
+            std = depth * config.moe_intermediate_size**-0.5
+            self.mlp = MoE(config, dtype=dtype, rngs=rngs, out_std=std)
+
+    def __call__(
+        self, h: jax.Array, selection: jax.Array, context: dict[str, jax.Array] | None, block: _Block
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], jax.Array | None]:
+        with jax.named_scope("attention"):
+            out, selection, rows = self.attention(self.input_norm(h), selection, context, block)
+            h = h + out
+        with jax.named_scope("mlp"):
+            x = self.mlp_norm(h)
+            out, load = self.mlp(x) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
+        return h + out, selection, rows, load
+
+
+class LayerStack(nnx.Module):
+    """One segment of the plan: a module a pattern place, every parameter stacked [repeats, ...]."""
+
+    def __init__(self, config: Glm5Config, segment: Segment, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def stacked(kind: tuple[str, str]) -> DecoderLayer:
+            @nnx.split_rngs(splits=segment.repeats)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def create(rngs: nnx.Rngs) -> DecoderLayer:
+                return DecoderLayer(config, kind, dtype=dtype, rngs=rngs)
+
+            return create(rngs)
+
+        self.layers = nnx.List([stacked(kind) for kind in segment.pattern])
+
+
+class Glm5(nnx.Module):
+    """The whole target. Parameters of layers are stacked by segment; `layer_plan` says which layer lies where."""
+
+    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, scan: bool = True):
+        self.config = config
+        self.plan = layer_plan(config, scan=scan)
+        self.embed = truncated_init(rngs, (config.vocab_size, config.hidden_size), dtype, 0.5)
+        self.stacks = nnx.List([LayerStack(config, segment, dtype=dtype, rngs=rngs) for segment in self.plan])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs, std=0.02)
+
+    def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        """int32[...] -> [..., D], no scale. The table may be float32 in a bfloat16 model (training sums its gradient)."""
+        return jnp.take(self.embed[...], token_ids, axis=0).astype(self.norm.weight.dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] before the final norm -> float32[..., V]."""
+        with jax.named_scope("lm_head"):
+            return self.head(self.norm(hidden), out_dtype=jnp.float32)
+
+    def head_logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] already normed (a drafter's output) -> float32[..., V]."""
+        return self.head(hidden, out_dtype=jnp.float32)
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """A cache of zeros with room for `capacity` tokens of each of `batch` sequences."""
+        c, dtype = self.config, self.norm.weight.dtype
+        widths = {"latent": c.kv_lora_rank + c.qk_rope_head_dim}
+
+        def rows(segment: Segment, indexer: str) -> dict[str, jax.Array]:
+            named = widths | ({"index_key": c.index_head_dim} if indexer == FULL else {})
+            return {k: jnp.zeros((segment.repeats, batch, capacity, w), dtype) for k, w in named.items()}
+
+        tree = tuple(tuple(rows(segment, indexer) for indexer, _ in segment.pattern) for segment in self.plan)
+        return Cache(rows=tree, lengths=jnp.zeros((batch,), jnp.int32))
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        block_mask: jax.Array,
+        cache: Cache | None = None,
+        *,
+        layer_ids: tuple[int, ...] = (),
+        absorbed: bool = False,
+        sparse: bool = True,
+        keep_rows: bool = True,
+        with_router_load: bool = False,
+        causal_implementation: str | None = None,
+    ) -> BlockOutput:
+        """Runs a block of tokens over the committed prefix.
+
+        Args:
+          token_ids: int32[B, T].
+          positions: int32[B, T], absolute; siblings of a tree share one.
+          block_mask: bool[B, T, T], True = row t may attend to column u. Each row must see itself, padding too.
+          cache: committed tokens; row t sees all `cache.lengths[b]` of them. None: no prefix.
+          layer_ids: static, 0-based layers whose output is returned in `features`.
+          absorbed: static, MLA against the latents (few rows) or with rebuilt keys and values (many rows).
+          sparse: static, False attends densely whatever `index_topk` says (training before the indexer is).
+          keep_rows: static, whether cache rows are returned.
+          with_router_load: static.
+          causal_implementation: static, "cudnn" or "xla": fused dense causal attention; needs `sparse=False`, no
+            cache, and ignores `block_mask`.
+
+        Returns:
+          BlockOutput.
+        """
+        chex.assert_rank([token_ids, positions, block_mask], [2, 2, 3])
+        b, t = token_ids.shape
+        chex.assert_shape(positions, (b, t))
+        chex.assert_shape(block_mask, (b, t, t))
+        chex.assert_type([token_ids, positions, block_mask], [jnp.int32, jnp.int32, jnp.bool_])
+        if causal_implementation is not None and (sparse or cache is not None):
+            raise ValueError("causal_implementation needs sparse=False and cache=None")
+        s = 0 if cache is None else cache.capacity
+        visible = block_mask
+        if cache is not None:
+            chex.assert_shape(cache.lengths, (b,))
+            prefix = jnp.arange(s, dtype=jnp.int32)[None, :] < cache.lengths[:, None]
+            visible = jnp.concatenate([jnp.broadcast_to(prefix[:, None], (b, t, s)), block_mask], axis=-1)
+        cos, sin = rope_angles(positions, self.config.qk_rope_head_dim, self.config.rope_theta)
+        block = _Block(
+            cos=cos,
+            sin=sin,
+            visible=visible,
+            use_indexer=sparse and s + t > self.config.index_topk,
+            keep_rows=keep_rows,
+            absorbed=absorbed,
+            causal_implementation=causal_implementation,
+        )
+        slots = jnp.full((self.config.num_hidden_layers,), len(layer_ids), jnp.int32)
+        if layer_ids:
+            ids = jnp.asarray(layer_ids, jnp.int32)
+            slots = slots.at[ids].set(jnp.arange(len(layer_ids), dtype=jnp.int32))
+        carry = (
+            self.embed_tokens(token_ids),
+            visible,
+            jnp.zeros((len(layer_ids), b, t, self.config.hidden_size), self.norm.weight.dtype),
+        )
+        rows, loads = [], []
+        for i, segment in enumerate(self.plan):
+            context = None if cache is None else cache.rows[i]
+            carry, (new_rows, load) = self._run_stack(i, segment, carry, context, slots, block, layer_ids)
+            rows.append(new_rows)
+            loads.append(load)
+        hidden, _, taps = carry
+        return BlockOutput(
+            hidden=hidden,
+            features=jnp.moveaxis(taps, 0, 2).reshape(b, t, len(layer_ids) * self.config.hidden_size),
+            rows=tuple(rows) if keep_rows else None,
+            router_load=self._in_layer_order(loads) if with_router_load else None,
+        )
+
+    def _run_stack(
+        self,
+        index: int,
+        segment: Segment,
+        carry: Any,
+        context: Any,
+        slots: jax.Array,
+        block: _Block,
+        layer_ids: tuple[int, ...],
+    ) -> tuple[Any, tuple[Any, Any]]:
+        graphdef, params = nnx.split(self.stacks[index])
+        span = len(segment.pattern)
+        first = segment.first_layer
+        stack_slots = slots[first : first + span * segment.repeats].reshape(segment.repeats, span)
+
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            h, selection, taps = carry
+            params, context, slot = xs
+            stack = nnx.merge(graphdef, params)
+            new_rows, loads = [], []
+            for place, layer in enumerate(stack.layers):
+                past = None if context is None else context[place]
+                h, selection, rows, load = layer(h, selection, past, block)
+                new_rows.append(rows if block.keep_rows else None)
+                loads.append(load)
+                if any(segment.layer_index(place, r) in layer_ids for r in range(segment.repeats)):
+                    taps = taps.at[slot[place]].set(h, mode="drop")  # untapped layers of the stack point past the end
+            return (h, selection, taps), (tuple(new_rows), tuple(loads))
+
+        xs = (params, context, stack_slots)
+        if segment.repeats == 1:
+            carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+            return carry, jax.tree.map(lambda x: x[None], out)
+        return jax.lax.scan(body, carry, xs)
+
+    def _in_layer_order(self, loads: list[tuple[jax.Array | None, ...]]) -> jax.Array:
+        by_layer = {}
+        for segment, places in zip(self.plan, loads, strict=True):
+            for place, load in enumerate(places):
+                if load is not None:
+                    by_layer |= {segment.layer_index(place, r): load[r] for r in range(segment.repeats)}
+        return jnp.stack([by_layer[layer] for layer in sorted(by_layer)])
+
+
+def causal_mask(batch: int, length: int) -> jax.Array:
+    """bool[B, T, T], True at and below the diagonal."""
+    return jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool))[None], (batch, length, length))

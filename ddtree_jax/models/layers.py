@@ -1,0 +1,170 @@
+"""Building blocks shared by the target and the drafter.
+
+Linear kernels are stored [in, out]. The dtype of the parameters is the compute dtype; every product accumulates in
+float32, and float32 products run at full precision (no TF32), because greedy losslessness rests on it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+NEGATIVE = -1e30  # a finite stand-in for -inf: a row with nothing visible stays finite (uniform), never NaN
+
+
+def einsum(spec: str, a: jax.Array, b: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """`jnp.einsum` with float32 accumulation; the result is cast to `out_dtype` (default: that of operand `a`)."""
+    out_dtype = out_dtype or a.dtype
+    if a.dtype == b.dtype == jnp.bfloat16:
+        return _bfloat16_einsum(spec, jnp.dtype(out_dtype), a, b)
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _bfloat16_einsum(spec: str, out_dtype: jnp.dtype, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+def _bfloat16_einsum_forward(
+    spec: str, out_dtype: jnp.dtype, a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _bfloat16_einsum(spec, out_dtype, a, b), (a, b)
+
+
+def _bfloat16_einsum_backward(
+    spec: str, out_dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # The float32 result would make JAX's own transpose multiply float32 cotangents: several times slower on a GPU.
+    _, pull_back = jax.vjp(functools.partial(jnp.einsum, spec), *operands)
+    return pull_back(cotangent.astype(operands[0].dtype))
+
+
+_bfloat16_einsum.defvjp(_bfloat16_einsum_forward, _bfloat16_einsum_backward)
+
+
+def truncated_init(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> nnx.Param:
+    draw = jax.random.truncated_normal(rngs.params(), -3.0, 3.0, shape, jnp.float32)
+    return nnx.Param((std * draw).astype(dtype))
+
+
+class Linear(nnx.Module):
+    """y = x kernel, no bias. kernel: [in, out]."""
+
+    def __init__(self, d_in: int, d_out: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, std: float | None = None):
+        self.kernel = truncated_init(rngs, (d_in, d_out), dtype, d_in**-0.5 if std is None else std)
+
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        return einsum("...i,io->...o", x, self.kernel[...], out_dtype=out_dtype)
+
+
+class RMSNorm(nnx.Module):
+    """weight * cast(x / rms(x)): the weight is applied after the cast back to the activation dtype (glm5.md 2.1)."""
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        weight = self.weight[...]
+        return jnp.expand_dims(weight, tuple(range(x.ndim - 1))) * (x32 * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """True LayerNorm with mean and bias (the indexer's key norm, eps 1e-6)."""
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        axes = tuple(range(x.ndim - 1))
+        weight, bias = (jnp.expand_dims(p[...].astype(jnp.float32), axes) for p in (self.weight, self.bias))
+        return (centred * scale * weight + bias).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate x) * up x). gate_up: [in, 2 * width], the gate columns first."""
+
+    def __init__(
+        self, d_model: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float | None = None
+    ):
+        self.gate_up = Linear(d_model, 2 * width, dtype=dtype, rngs=rngs)
+        self.down = Linear(width, d_model, dtype=dtype, rngs=rngs, std=out_std)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(gated(self.gate_up(x)))
+
+
+def gated(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up for [..., 2 * width] with the gate half first."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def rope_angles(positions: jax.Array, dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [..., dim / 2], of position * theta^(-2j / dim)."""
+    inverse = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    angle = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(inverse, tuple(range(positions.ndim)))
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rope_interleaved(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (x_2j, x_2j+1); the result is de-interleaved: first components, then second ones.
+
+    Queries and keys get the same permutation, so scores equal those of an in-place layout; only raw cached values
+    differ in order (glm5.md 2.2). x: [..., dim]; cos, sin: broadcastable to [..., dim / 2].
+    """
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def rope_half_split(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (x_j, x_j+dim/2), the Qwen3 form that DFlash drafters use."""
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax over the last axis in float32. mask: bool, True = may attend, same rank as scores."""
+    return jax.nn.softmax(jnp.where(mask, scores.astype(jnp.float32), NEGATIVE), axis=-1)
+
+
+def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
+    """bool[..., M]: the `k` best visible entries of each row, equal scores by lower index; all if fewer are visible.
+
+    scores: float32[..., M]; visible: bool[..., M]. The order among visible entries is all that ties depend on, so a
+    prefix-plus-tree layout and a plain causal one select the same tokens.
+    """
+    if scores.shape[-1] <= k:
+        return visible
+    ranked = jnp.where(visible, scores, -jnp.inf)
+    bits = jax.lax.bitcast_convert_type(ranked, jnp.int32)
+    ordered = jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)  # monotone in the score, -0.0 equal to 0.0
+    threshold = jnp.full(scores.shape[:-1] + (1,), -(2**31), jnp.int32)
+
+    # Bisection on the bits, high to low: the largest threshold that at least k entries reach is the k-th score.
+    # 32 compare-and-count passes are vector work on every backend, where a sort or lax.top_k is serial on CPU.
+    def refine(i, threshold):
+        step = jnp.where(i == 0, jnp.int32(-(2**31)), jnp.int32(1) << (31 - i).astype(jnp.int32))
+        trial = threshold + step  # i == 0 flips the sign bit: -2^31 - 2^31 wraps to 0
+        reached = jnp.sum(ordered >= trial, axis=-1, keepdims=True) >= k
+        return jnp.where(reached, trial, threshold)
+
+    threshold = jax.lax.fori_loop(0, 32, refine, threshold)
+    above, equal = ordered > threshold, ordered == threshold
+    spare = k - jnp.sum(above, axis=-1, keepdims=True)
+    chosen = above | (equal & (jnp.cumsum(equal, axis=-1) <= spare))
+    return chosen & visible

@@ -1,0 +1,166 @@
+"""The name map: every checkpoint tensor, its shape on disk and where it lies in the parameter tree. One table a model.
+
+A `Part` joins a view of the tensor on disk with a place in one parameter leaf. Views are numpy views, so the same
+table serves both directions: loading copies view -> place, saving copies place -> view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ddtree_jax.models.config import DENSE, FULL, DFlashConfig, Glm5Config
+from ddtree_jax.models.glm5 import DENSE_EXPERTS_LIMIT, Segment, layer_plan
+
+Path = tuple[str | int, ...]
+View = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """`leaf[index]` holds `view(tensor)`."""
+
+    leaf: Path
+    index: tuple[int | slice, ...]
+    view: View
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the checkpoint; `float32` tensors are saved as float32 whatever the rest is."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    float32: bool = False
+
+
+def _same(tensor: np.ndarray) -> np.ndarray:
+    return tensor
+
+
+def _transposed(tensor: np.ndarray) -> np.ndarray:
+    return tensor.T
+
+
+ALL = slice(None)
+
+
+class _Layer:
+    """Builds the specs of one layer: `at` is the place of the layer in its stacked leaves."""
+
+    def __init__(self, prefix: str, root: Path, at: tuple[int, ...]):
+        self.prefix, self.root, self.at = prefix, root, at
+
+    def part(self, leaf: str, *index: int | slice, view: View = _transposed) -> Part:
+        return Part((*self.root, *leaf.split(".")), (*self.at, *index), view)
+
+    def linear(self, name: str, leaf: str, d_in: int, d_out: int) -> TensorSpec:
+        return TensorSpec(f"{self.prefix}{name}.weight", (d_out, d_in), (self.part(f"{leaf}.kernel"),))
+
+    def vector(self, name: str, leaf: str, width: int) -> TensorSpec:
+        return TensorSpec(f"{self.prefix}{name}", (width,), (self.part(leaf, view=_same),))
+
+    def swiglu(self, name: str, leaf: str, d: int, width: int) -> Iterator[TensorSpec]:
+        for half, at in (("gate_proj", slice(0, width)), ("up_proj", slice(width, 2 * width))):
+            part = self.part(f"{leaf}.gate_up.kernel", ALL, at)
+            yield TensorSpec(f"{self.prefix}{name}.{half}.weight", (width, d), (part,))
+        yield self.linear(f"{name}.down_proj", f"{leaf}.down", width, d)
+
+
+def target_tensors(config: Glm5Config, *, scan: bool = True) -> Iterator[TensorSpec]:
+    """All tensors of a GLM-5 target (glm5.md 3.1), the MTP layer left out."""
+    c = config
+    top = _Layer("", (), ())
+    embed = top.part("embed", view=_same)
+    yield TensorSpec("model.embed_tokens.weight", (c.vocab_size, c.hidden_size), (embed,))
+    for i, segment in enumerate(layer_plan(config, scan=scan)):
+        for place, (indexer, mlp) in enumerate(segment.pattern):
+            for repeat in range(segment.repeats):
+                yield from _target_layer(config, i, segment, place, repeat, indexer, mlp)
+    yield top.vector("model.norm.weight", "norm.weight", c.hidden_size)
+    yield top.linear("lm_head", "head", c.hidden_size, c.vocab_size)
+
+
+def _target_layer(
+    c: Glm5Config, stack: int, segment: Segment, place: int, repeat: int, indexer: str, mlp: str
+) -> Iterator[TensorSpec]:
+    number = segment.layer_index(place, repeat)
+    layer = _Layer(f"model.layers.{number}.", ("stacks", stack, "layers", place), (repeat,))
+    d, heads, nope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim
+    yield layer.vector("input_layernorm.weight", "input_norm.weight", d)
+    yield layer.vector("post_attention_layernorm.weight", "mlp_norm.weight", d)
+    mla = "attention.mla"
+    yield layer.linear("self_attn.q_a_proj", f"{mla}.q_a", d, c.q_lora_rank)
+    yield layer.vector("self_attn.q_a_layernorm.weight", f"{mla}.q_a_norm.weight", c.q_lora_rank)
+    yield layer.linear("self_attn.q_b_proj", f"{mla}.q_b", c.q_lora_rank, heads * c.qk_head_dim)
+    kv_width = c.kv_lora_rank + c.qk_rope_head_dim
+    yield layer.linear("self_attn.kv_a_proj_with_mqa", f"{mla}.kv_a", d, kv_width)
+    yield layer.vector("self_attn.kv_a_layernorm.weight", f"{mla}.kv_a_norm.weight", c.kv_lora_rank)
+    rows = nope + c.v_head_dim  # per head: its key rows, then its value rows
+
+    def per_head(tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(heads, rows, c.kv_lora_rank).transpose(2, 0, 1)
+
+    yield TensorSpec(
+        f"{layer.prefix}self_attn.kv_b_proj.weight",
+        (heads * rows, c.kv_lora_rank),
+        (
+            layer.part(f"{mla}.k_b", view=lambda tensor: per_head(tensor)[..., :nope]),
+            layer.part(f"{mla}.v_b", view=lambda tensor: per_head(tensor)[..., nope:]),
+        ),
+    )
+    yield layer.linear("self_attn.o_proj", f"{mla}.o", heads * c.v_head_dim, d)
+    if indexer == FULL:
+        own, width = "attention.indexer", c.index_head_dim
+        yield layer.linear("self_attn.indexer.wq_b", f"{own}.wq_b", c.q_lora_rank, c.index_n_heads * width)
+        yield layer.linear("self_attn.indexer.wk", f"{own}.wk", d, width)
+        yield layer.vector("self_attn.indexer.k_norm.weight", f"{own}.k_norm.weight", width)
+        yield layer.vector("self_attn.indexer.k_norm.bias", f"{own}.k_norm.bias", width)
+        yield layer.linear("self_attn.indexer.weights_proj", f"{own}.weights_proj", d, c.index_n_heads)
+    if mlp == DENSE:
+        yield from layer.swiglu("mlp", "mlp", d, c.intermediate_size)
+        return
+    experts, width = c.n_routed_experts, c.moe_intermediate_size
+    router = layer.part("mlp.router")
+    yield TensorSpec(f"{layer.prefix}mlp.gate.weight", (experts, d), (router,), float32=True)
+    bias = layer.part("mlp.router_bias", view=_same)
+    yield TensorSpec(f"{layer.prefix}mlp.gate.e_score_correction_bias", (experts,), (bias,), float32=True)
+    for e in range(experts):
+        gate, up, down = _expert_places(e, experts, width)
+        name = f"{layer.prefix}mlp.experts.{e}"
+        yield TensorSpec(f"{name}.gate_proj.weight", (width, d), (layer.part("mlp.gate_up", *gate),))
+        yield TensorSpec(f"{name}.up_proj.weight", (width, d), (layer.part("mlp.gate_up", *up),))
+        yield TensorSpec(f"{name}.down_proj.weight", (d, width), (layer.part("mlp.down", *down),))
+    yield from layer.swiglu("mlp.shared_experts", "mlp.shared", d, width * c.n_shared_experts)
+
+
+def _expert_places(e: int, experts: int, width: int) -> tuple[tuple, tuple, tuple]:
+    """Where expert `e` lies in gate_up (gate, up) and in down, in the layout that `glm5.MoE` chose."""
+    if experts <= DENSE_EXPERTS_LIMIT:
+        own = slice(e * width, (e + 1) * width)
+        return (ALL, own), (ALL, slice((experts + e) * width, (experts + e + 1) * width)), (own,)
+    return (e, ALL, slice(0, width)), (e, ALL, slice(width, 2 * width)), (e,)
+
+
+def drafter_tensors(config: DFlashConfig, target_hidden_size: int) -> Iterator[TensorSpec]:
+    """All tensors of a DFlash v1 drafter (glm5.md 4.3); embedding and head are the target's."""
+    c, d = config, config.hidden_size
+    top = _Layer("", (), ())
+    yield top.linear("fc", "fc", len(c.target_layer_ids) * target_hidden_size, d)
+    yield top.vector("hidden_norm.weight", "hidden_norm.weight", d)
+    yield top.vector("norm.weight", "norm.weight", d)
+    for i in range(c.num_hidden_layers):
+        layer = _Layer(f"layers.{i}.", ("layers",), (i,))
+        yield layer.vector("input_layernorm.weight", "input_norm.weight", d)
+        yield layer.vector("post_attention_layernorm.weight", "mlp_norm.weight", d)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        yield layer.linear("self_attn.q_proj", "attention.q", d, queries)
+        yield layer.linear("self_attn.k_proj", "attention.k", d, keys)
+        yield layer.linear("self_attn.v_proj", "attention.v", d, keys)
+        yield layer.linear("self_attn.o_proj", "attention.o", queries, d)
+        yield layer.vector("self_attn.q_norm.weight", "attention.q_norm.weight", c.head_dim)
+        yield layer.vector("self_attn.k_norm.weight", "attention.k_norm.weight", c.head_dim)
+        yield from layer.swiglu("mlp", "mlp", d, c.intermediate_size)

@@ -1,0 +1,1 @@
+"""Device kernels and their plain-XLA twins, one operation per module."""

@@ -1,0 +1,150 @@
+"""Exact top-K and logsumexp over a vocabulary, in one pass over the logits.
+
+Two implementations with bit-equal answers: `lax.top_k`, which is fast on a CPU, and a descent over block
+maxima made of plain XLA operations, which is an order of magnitude faster on a GPU for vocabularies of 100k
+tokens and more.
+"""
+
+import dataclasses
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+IMPLEMENTATIONS = ("top_k", "block_descent")
+
+_BLOCK = 16
+# Ranking by counting compares every pair: beyond this many candidates lax.top_k per level is the cheaper
+# selection.
+_MAX_COUNTED = 1024
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class VocabTopK:
+    """The K best entries of each row, best first.
+
+    Attributes:
+      values: float32[..., K], the logits.
+      token_ids: int32[..., K]; among equal logits the smaller id comes first.
+      logsumexp: float32[...], over the whole row; -inf where no entry is finite.
+    """
+
+    values: jax.Array  # [..., K]
+    token_ids: jax.Array  # [..., K]
+    logsumexp: jax.Array  # [...]
+
+
+def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> VocabTopK:
+    """Returns the exact K = min(k, V) best logits of each row and the row's logsumexp.
+
+    Args:
+      logits: float[..., V] with V >= 1, any floating dtype; ranked and summed in float32. NaN and +inf count
+        as -inf: a broken entry must never be the best one.
+      k: static, >= 1.
+      implementation: "top_k", "block_descent", or "auto" (block_descent on a GPU, top_k elsewhere).
+
+    Returns:
+      A `VocabTopK`. Entries that are -inf are ranked too (smaller id first), after every finite one.
+
+    Raises:
+      ValueError: k < 1, or an unknown implementation.
+    """
+    logits = jnp.asarray(logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits: got dtype {logits.dtype}; it must be floating.")
+    if logits.ndim < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits: got shape {logits.shape}; it must be [..., V] with V >= 1.")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ValueError(f"k: got {k!r}; it must be an int >= 1.")
+    with jax.named_scope("vocab_topk"):
+        rows = logits.astype(jnp.float32).reshape((-1, logits.shape[-1]))
+        # -0.0 == 0.0 as logits, but a total order of floats would rank them apart and break the smaller-id
+        # rule.
+        rows = jnp.where(rows == 0.0, 0.0, rows)
+        rows = jnp.where(rows < jnp.inf, rows, -jnp.inf)
+        k = min(k, rows.shape[-1])
+        log_normalizers = jax.nn.logsumexp(rows, axis=-1)
+        values, token_ids = exact_topk(rows, k, implementation=implementation)
+    chex.assert_equal_shape([values, token_ids])
+    lead = logits.shape[:-1]
+    return VocabTopK(
+        values=values.reshape((*lead, k)),
+        token_ids=token_ids.reshape((*lead, k)),
+        logsumexp=log_normalizers.reshape(lead),
+    )
+
+
+def exact_topk(values: jax.Array, k: int, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
+    """The k best of the last axis with the smaller index first among equals.
+
+    Args:
+      values: float32[..., V] without NaN and -0.0.
+      k: static, 1..V.
+      implementation: as for `vocab_topk`.
+
+    Returns:
+      (values float32[..., k], indices int32[..., k]), best first.
+    """
+    if implementation == "auto":
+        implementation = "block_descent" if jax.default_backend() == "gpu" else "top_k"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation: got {implementation!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}."
+        )
+    if implementation == "top_k":
+        best, indices = lax.top_k(values, k)
+        return best, indices.astype(jnp.int32)
+    lead = values.shape[:-1]
+    best, indices = _block_descent(values.reshape((-1, values.shape[-1])), k)
+    return best.reshape((*lead, k)), indices.reshape((*lead, k))
+
+
+def _block_descent(rows: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Exact top-k of float32[R, V] through maxima over blocks of 16, then of 256.
+
+    The k best blocks by (maximum, smaller index) hold the k best elements: an element outside them has k
+    blocks ahead of it, each with an element that is larger, or equal at a smaller index.
+    """
+    num_rows, vocab = rows.shape
+    top_block = _BLOCK * _BLOCK
+    padded = math.ceil(vocab / top_block) * top_block
+    # Padding ranks behind every real entry, -inf ones included, because its indices are larger.
+    elements = jnp.pad(rows, ((0, 0), (0, padded - vocab)), constant_values=-jnp.inf)
+    fine = jnp.max(elements.reshape((num_rows, -1, _BLOCK)), axis=-1)
+    coarse = jnp.max(fine.reshape((num_rows, -1, _BLOCK)), axis=-1)
+
+    values = coarse
+    ids = jnp.broadcast_to(jnp.arange(coarse.shape[-1], dtype=jnp.int32), coarse.shape)
+    for finer in (fine, elements):
+        _, ids = _select_best(values, ids, k)
+        blocks = finer.reshape((num_rows, -1, _BLOCK))
+        values = jnp.take_along_axis(blocks, ids[:, :, None], axis=1).reshape((num_rows, -1))
+        ids = (ids[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None, None, :]).reshape(
+            (num_rows, -1)
+        )
+        # Without the barrier XLA repeats the gather inside the all-pairs comparison that follows.
+        values = lax.optimization_barrier(values)
+    return _select_best(values, ids, k)
+
+
+def _select_best(values: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The min(k, n) best of [R, n] pairs by (larger value, smaller id), best first; `ids` are distinct in a
+    row.
+    """
+    n = values.shape[-1]
+    k = min(k, n)
+    if n > _MAX_COUNTED:
+        # lax.top_k prefers the smaller position, so positions must follow the ids.
+        ids, values = lax.sort((ids, values), dimension=-1, num_keys=1)
+        best, positions = lax.top_k(values, k)
+        return best, jnp.take_along_axis(ids, positions, axis=-1)
+    mine_v, mine_i = values[:, :, None], ids[:, :, None]
+    other_v, other_i = values[:, None, :], ids[:, None, :]
+    ahead = (other_v > mine_v) | ((other_v == mine_v) & (other_i < mine_i))
+    ranks = lax.optimization_barrier(jnp.sum(ahead, axis=-1, dtype=jnp.int32))
+    at_rank = ranks[:, None, :] == jnp.arange(k, dtype=jnp.int32)[None, :, None]
+    positions = jnp.argmax(at_rank, axis=-1)
+    return jnp.take_along_axis(values, positions, axis=-1), jnp.take_along_axis(ids, positions, axis=-1)

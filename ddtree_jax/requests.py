@@ -1,0 +1,170 @@
+"""Admission: every argument of a generation checked, named and normalised before any device work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ddtree_jax.algorithm import SpeculativeAlgorithm, require, require_drafter
+from ddtree_jax.engine import Engine
+from ddtree_jax.errors import UnsupportedRequestError
+
+MAX_BUDGET = 1024
+MAX_TOP_K = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A generation with all its arguments in range. `batched` tells a list of prompts from a single one."""
+
+    prompts: list[list[int]]
+    batched: bool
+    max_new_tokens: int
+    algorithm: SpeculativeAlgorithm
+    budget: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seeds: list[int]
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def mode(self) -> str:
+        """Static sampling mode: unused filters cost nothing."""
+        if self.temperature == 0.0:
+            return "greedy"
+        return "sample" if self.top_k is None and self.top_p is None and self.min_p is None else "filtered"
+
+    @property
+    def label(self) -> str:
+        """The algorithm as messages name it."""
+        return self.algorithm.value
+
+
+def check_request(
+    engine: Engine,
+    prompt: Any,
+    max_new_tokens: Any,
+    algorithm: Any,
+    budget: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    stop_token_ids: Any,
+    grammar: Any,
+) -> Request:
+    """Returns the request, or raises ValueError (a bad argument) or UnsupportedRequestError (nobody here can do it)."""
+    member = SpeculativeAlgorithm.parse(algorithm)
+    require_drafter(member, engine.drafter is not None)
+    if grammar is not None:
+        require(member, "grammar")
+    temperature = _number("temperature", temperature, 0.0, math.inf)
+    if temperature > 0:
+        require(member, "sampling")
+    if isinstance(budget, str) and budget == "auto":
+        raise UnsupportedRequestError(
+            f"algorithm {member.name} on this engine has no automatic budget; give an integer in [0, {MAX_BUDGET}]"
+        )
+    prompts, batched = _prompts(engine, prompt)
+    limit = engine.max_positions
+    new = _integer("max_new_tokens", max_new_tokens, 1, limit)
+    longest = max(len(p) for p in prompts)
+    if longest + new > limit:
+        raise ValueError(
+            f"prompt and max_new_tokens: got {longest} + {new} = {longest + new} tokens, allowed are {limit} "
+            "(the model's positions); shorten one of them"
+        )
+    if len({len(p) for p in prompts}) > 1:
+        require(member, "ragged_batch")
+    return Request(
+        prompts=prompts,
+        batched=batched,
+        max_new_tokens=new,
+        algorithm=member,
+        budget=_integer("budget", budget, 0, MAX_BUDGET),
+        temperature=temperature,
+        top_k=None if top_k is None else _integer("top_k", top_k, 1, MAX_TOP_K),
+        top_p=None if top_p is None else _number("top_p", top_p, 0.0, 1.0, open_below=True),
+        min_p=None if min_p is None else _number("min_p", min_p, 0.0, 1.0),
+        seeds=_seeds(seed, len(prompts)),
+        stop_token_ids=_stop_token_ids(engine, stop_token_ids),
+    )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if not _is_integer(value) or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, allowed is an integer in [{low}, {high}]")
+    return int(value)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_below: bool = False) -> float:
+    ok = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if ok:
+        number = float(value)
+        ok = math.isfinite(number) and low <= number <= high and not (open_below and number == low)
+    if not ok:
+        upper = "infinity)" if high == math.inf else f"{high:g}]"
+        raise ValueError(f"{name}: got {value!r}, allowed is a number in {'(' if open_below else '['}{low:g}, {upper}")
+    return float(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def _prompts(engine: Engine, prompt: Any) -> tuple[list[list[int]], bool]:
+    """Token ids a prompt, and whether the caller gave a list of prompts."""
+    if isinstance(prompt, str):
+        return [_one_prompt(engine, prompt, "prompt")], False
+    if not _is_list(prompt):
+        raise ValueError(f"prompt: got {type(prompt).__name__}, allowed are str, token ids, or a list of either")
+    if len(prompt) == 0:
+        raise ValueError("prompt: got an empty list, allowed is at least one token or one prompt")
+    if all(isinstance(item, str) or _is_list(item) for item in prompt):
+        return [_one_prompt(engine, item, f"prompt {i}") for i, item in enumerate(prompt)], True
+    return [_one_prompt(engine, prompt, "prompt")], False
+
+
+def _one_prompt(engine: Engine, prompt: Any, name: str) -> list[int]:
+    size = engine.target.config.vocab_size
+    if isinstance(prompt, str):
+        if engine.tokenizer is None:
+            raise ValueError(f"{name}: got text, but {engine.name} has no tokenizer; allowed are token ids")
+        prompt = engine.tokenizer.encode(prompt)
+    if len(prompt) == 0:
+        raise ValueError(f"{name}: got no tokens, allowed is at least one")
+    for token in prompt:
+        if not _is_integer(token) or not 0 <= token < size:
+            raise ValueError(f"{name}: got token id {token!r}, allowed are integers in [0, {size - 1}]")
+    return [int(token) for token in prompt]
+
+
+def _seeds(seed: Any, count: int) -> list[int]:
+    if _is_integer(seed):
+        return [int(seed)] * count
+    if not _is_list(seed) or not all(_is_integer(s) for s in seed):
+        raise ValueError(f"seed: got {seed!r}, allowed is an integer, or a list of {count} (one a prompt)")
+    if len(seed) != count:
+        raise ValueError(f"seed: got {len(seed)} seeds for {count} prompts, allowed is one integer or one a prompt")
+    return [int(s) for s in seed]
+
+
+def _stop_token_ids(engine: Engine, stop_token_ids: Sequence[int] | None) -> tuple[int, ...]:
+    if stop_token_ids is None:
+        return engine.stop_token_ids
+    size = engine.target.config.vocab_size
+    ok = _is_list(stop_token_ids) and all(_is_integer(i) and 0 <= i < size for i in stop_token_ids)
+    if not ok:
+        raise ValueError(f"stop_token_ids: got {stop_token_ids!r}, allowed is a list of integers in [0, {size - 1}]")
+    return tuple(dict.fromkeys(int(i) for i in stop_token_ids))

@@ -1,0 +1,261 @@
+"""The target's choice after each tree node: greedy, or a reproducible sample from filtered logits.
+
+Filters follow transformers and vLLM: temperature, then top-k, then top-p, then min-p. Randomness belongs to
+the position in the output, not to the round or to the tree: the token with output index i of a sequence is
+always drawn with the noise `gumbel(fold_in(key, i))`. So a sequence with its key gives the same tokens alone,
+in any batch, and with any speculative algorithm, and nodes of one depth share one row of noise (exact: a walk
+reads one node of each depth).
+"""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ddtree_jax.tree import checks
+
+MODES = ("greedy", "sample", "filtered")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SamplingParams:
+    """How each sequence of a batch chooses its tokens.
+
+    Attributes:
+      temperature: float32[B], 0 = greedy.
+      top_k: int32[B], 0 = off.
+      top_p: float32[B], 1 = off.
+      min_p: float32[B], 0 = off.
+      keys: typed PRNG keys [B], one per sequence (threefry: other generators are not bit-equal across batch
+        sizes).
+    """
+
+    temperature: jax.Array  # [B]
+    top_k: jax.Array  # [B]
+    top_p: jax.Array  # [B]
+    min_p: jax.Array  # [B]
+    keys: jax.Array  # [B]
+
+    @classmethod
+    def create(
+        cls,
+        batch_size: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | Sequence[int] = 0,
+    ) -> "SamplingParams":
+        """The same settings for every sequence, with one seed or one per sequence (any int; not traced)."""
+        batch_size = checks.static_int(batch_size, "batch_size", minimum=0)
+        seeds = [seed] * batch_size if hasattr(seed, "__index__") else list(seed)
+        if len(seeds) != batch_size:
+            raise ValueError(f"seed: got {len(seeds)} seeds; batch_size is {batch_size}.")
+        return cls(
+            temperature=jnp.full((batch_size,), temperature, jnp.float32),
+            top_k=jnp.full((batch_size,), 0 if top_k is None else top_k, jnp.int32),
+            top_p=jnp.full((batch_size,), 1.0 if top_p is None else top_p, jnp.float32),
+            min_p=jnp.full((batch_size,), 0.0 if min_p is None else min_p, jnp.float32),
+            keys=jnp.stack([key_from_seed(s) for s in seeds])
+            if seeds
+            else jax.random.split(jax.random.key(0), 0),
+        )
+
+
+def key_from_seed(seed: int) -> jax.Array:
+    """A threefry key from any Python int, negative and beyond 32 bits included."""
+    words = operator.index(seed) % 2**64
+    key = jax.random.key(words % 2**32, impl="threefry2x32")
+    return key if words < 2**32 else jax.random.fold_in(key, words >> 32)
+
+
+def filter_logits(
+    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """Temperature, top-k, top-p, min-p, in this order; each filter sees what the one before left.
+
+    Args:
+      logits: float[..., V]. NaN and -inf are never kept; +inf counts as the largest finite float.
+      temperature: float32, of a leading part of logits' batch shape (a scalar, [B] for [B, N, V], ...). 0
+        keeps the best token only (the smallest id among equals).
+      top_k: int32, same shapes; keeps the k largest and all that equal the k-th. <= 0 or >= V: off.
+      top_p: float32, same shapes; keeps the smallest set of most probable tokens whose mass reaches top_p;
+        among equal tokens at the edge the smaller ids. At least the best token stays. >= 1: off.
+      min_p: float32, same shapes; keeps tokens with at least min_p times the best token's probability. <= 0:
+        off.
+
+    Returns:
+      float32[..., V]: log-probabilities up to a constant, relative to the best token (0.0); -inf where
+      filtered. A row without any finite logit keeps token 0, so that no draw can leave the vocabulary.
+    """
+    logits = _clean(logits)
+    per_row = _row_params(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    with jax.named_scope("filter_logits"):
+        scaled = _scale(logits, per_row["temperature"])
+        keys = _ordered_bits(scaled)
+        kept = _top_k_mask(keys, per_row["top_k"])
+        kept = kept & _top_p_mask(keys, jnp.where(kept, jnp.exp(scaled), 0.0), per_row["top_p"])
+        kept = kept & ((jnp.exp(scaled) >= per_row["min_p"]) | (per_row["min_p"] <= 0.0))
+        return jnp.where(kept, scaled, -jnp.inf)
+
+
+def choose_tokens(
+    logits: jax.Array,
+    depths: jax.Array,
+    emitted: jax.Array,
+    params: SamplingParams,
+    *,
+    mode: str,
+    max_depth: int | None = None,
+) -> jax.Array:
+    """The target's choice after each tree slot.
+
+    The choice after a node at depth d gets output index `emitted + d`. It consumes no key: the noise is
+    `gumbel(fold_in(keys[b], emitted[b] + d), (V,))`, and the choice is argmax(filtered logits + noise).
+
+    Args:
+      logits: float[B, N, V].
+      depths: int32[B, N].
+      emitted: int32[B], new tokens of the sequence so far.
+      params: `SamplingParams` of the B sequences. Rows with temperature 0 take the argmax in every mode.
+      mode: static. "greedy": argmax of the logits (the smallest id among equals); "sample": temperature only;
+        "filtered": all filters. A row whose filters are off chooses the same token in "sample" and
+        "filtered".
+      max_depth: static upper bound on `depths`, default N - 1: noise is made for max_depth + 1 depths.
+
+    Returns:
+      int32[B, N], in 0..V-1 whatever the logits (a row without a finite logit gives 0).
+
+    Raises:
+      ValueError: an unknown mode, max_depth < 0.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: got {mode!r}; allowed: {', '.join(MODES)}.")
+    logits = checks.as_float32(logits, "logits", (None, None, None), "B, N, V")
+    batch, slots, vocab = logits.shape
+    depths = checks.as_int32(depths, "depths", (batch, slots), "B, N")
+    emitted = checks.as_int32(emitted, "emitted", (batch,), "B")
+    max_depth = slots - 1 if max_depth is None else checks.static_int(max_depth, "max_depth", minimum=0)
+    logits = _clean(logits)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if mode == "greedy":
+        return greedy
+
+    with jax.named_scope("choose_tokens"):
+        if mode == "filtered":
+            filtered = filter_logits(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+        else:
+            filtered = _scale(logits, _row_params(logits, temperature=params.temperature)["temperature"])
+        num_depths = min(max_depth, slots - 1) + 1
+        indices = emitted[:, None] + jnp.arange(num_depths, dtype=jnp.int32)[None, :]
+        noise = jax.vmap(jax.vmap(_noise, in_axes=(None, 0, None)), in_axes=(0, 0, None))(
+            params.keys, indices, vocab
+        )
+        node_noise = jnp.take_along_axis(noise, jnp.minimum(depths, num_depths - 1)[:, :, None], axis=1)
+        sampled = jnp.argmax(filtered + node_noise, axis=-1).astype(jnp.int32)
+    return jnp.where(params.temperature[:, None] > 0.0, sampled, greedy)
+
+
+def _noise(key: jax.Array, index: jax.Array, vocab: int) -> jax.Array:
+    """The noise of one output index. *Unbatched.*"""
+    return jax.random.gumbel(jax.random.fold_in(key, index), (vocab,), jnp.float32)
+
+
+def _clean(logits: jax.Array) -> jax.Array:
+    """float32 logits without NaN (to -inf) and +inf (to the largest finite float)."""
+    logits = jnp.asarray(logits)
+    if logits.ndim < 1 or logits.shape[-1] < 1 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise AssertionError(
+            f"logits must be float[..., V] with V >= 1; got {logits.dtype}{list(logits.shape)}"
+        )
+    logits = logits.astype(jnp.float32)
+    return jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), jnp.finfo(jnp.float32).max)
+
+
+def _row_params(logits: jax.Array, **params: jax.Array) -> dict[str, jax.Array]:
+    """Each parameter reshaped to broadcast against `logits`, after checking that its shape leads the batch
+    shape.
+    """
+    rows = {}
+    for name, value in params.items():
+        value = jnp.asarray(value)
+        value = value.astype(jnp.int32 if name == "top_k" else jnp.float32)
+        if value.shape != logits.shape[:-1][: value.ndim]:
+            raise AssertionError(
+                f"{name} must have a leading part of shape {logits.shape[:-1]}; got {value.shape}"
+            )
+        rows[name] = value.reshape(value.shape + (1,) * (logits.ndim - value.ndim))
+    return rows
+
+
+def _scale(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """(logits - best) / temperature; for temperature 0 the smallest-id best token alone."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    vocab_ids = jnp.arange(logits.shape[-1], dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (-1,))
+    argmax = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    # Relative to the best before dividing: a tiny temperature then gives -inf, not inf - inf.
+    relative = logits - jnp.maximum(best, jnp.finfo(jnp.float32).min)
+    scaled = relative / jnp.where(temperature > 0.0, temperature, 1.0)
+    alone = (temperature <= 0.0) | (best == -jnp.inf)
+    return jnp.where(alone, jnp.where(vocab_ids == argmax, 0.0, -jnp.inf), scaled)
+
+
+def _ordered_bits(values: jax.Array) -> jax.Array:
+    """uint32 keys in the order of float32 values without NaN."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)
+    return jnp.where(bits >> 31 == 0, bits | jnp.uint32(0x80000000), ~bits)
+
+
+def _largest_key(reaches) -> jax.Array:
+    """The largest uint32 threshold for which the monotone predicate `reaches` holds (it holds for 0), bit by
+    bit.
+
+    32 counting passes instead of a sort: on both CPU and GPU much cheaper for [B, N, V].
+    """
+
+    def step(i, threshold):
+        candidate = threshold | (jnp.uint32(0x80000000) >> i.astype(jnp.uint32))
+        return jnp.where(reaches(candidate), candidate, threshold)
+
+    shape = jax.eval_shape(reaches, jnp.uint32(0)).shape
+    return lax.fori_loop(0, 32, step, jnp.zeros(shape, jnp.uint32))
+
+
+def _top_k_mask(keys: jax.Array, top_k: jax.Array) -> jax.Array:
+    """Everything at or above the k-th largest value."""
+    vocab = keys.shape[-1]
+    k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
+    kth = _largest_key(lambda key: jnp.sum(keys >= key, axis=-1, keepdims=True, dtype=jnp.int32) >= k)
+    return keys >= kth
+
+
+def _top_p_mask(keys: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The smallest most-probable set with at least `top_p` of the mass (zero where an earlier filter
+    removed).
+    """
+    wanted = top_p * jnp.sum(mass, axis=-1, keepdims=True)
+
+    def mass_from(key):
+        return jnp.sum(jnp.where(keys >= key, mass, 0.0), axis=-1, keepdims=True)
+
+    edge = _largest_key(lambda key: mass_from(key) >= wanted)
+    edge = jnp.minimum(edge, jnp.max(keys, axis=-1, keepdims=True))
+    above, at_edge = keys > edge, keys == edge
+
+    # Equal tokens at the edge: as many as the mass needs, smaller ids first.
+    each = jnp.max(jnp.where(at_edge, mass, 0.0), axis=-1, keepdims=True)
+    short = wanted - jnp.sum(jnp.where(above, mass, 0.0), axis=-1, keepdims=True)
+    needed = jnp.maximum(jnp.ceil(short / jnp.where(each > 0.0, each, 1.0)), 1.0)
+    num_at_edge = jnp.sum(at_edge, axis=-1, keepdims=True, dtype=jnp.int32)
+    needed = jnp.minimum(needed, num_at_edge.astype(jnp.float32)).astype(jnp.int32)
+
+    def first_needed():
+        return at_edge & (jnp.cumsum(at_edge, axis=-1, dtype=jnp.int32) <= needed)
+
+    kept_at_edge = lax.cond(jnp.any(needed < num_at_edge), first_needed, lambda: at_edge)
+    return above | kept_at_edge | (top_p >= 1.0)

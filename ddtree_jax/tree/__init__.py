@@ -1,0 +1,43 @@
+"""Draft trees: build, mask, accept, commit and the round that joins them. Pure functions, no model in sight."""
+
+from ddtree_jax.tree.accept import accept
+from ddtree_jax.tree.base import NO_NODE, NO_PARENT, AcceptedPath, DraftTree
+from ddtree_jax.tree.build import (
+    FORMULATIONS,
+    build_tree,
+    build_tree_from_candidates,
+    chain_tree,
+    default_formulation,
+    draft_candidates,
+    root_tree,
+)
+from ddtree_jax.tree.commit import gather_rows
+from ddtree_jax.tree.invariants import check_path, check_round, check_tree
+from ddtree_jax.tree.mask import ancestor_mask, positions
+from ddtree_jax.tree.round import RoundFunctions, RoundOutput, RoundState, Verified, speculative_round
+
+__all__ = [
+    "FORMULATIONS",
+    "NO_NODE",
+    "NO_PARENT",
+    "AcceptedPath",
+    "DraftTree",
+    "RoundFunctions",
+    "RoundOutput",
+    "RoundState",
+    "Verified",
+    "accept",
+    "ancestor_mask",
+    "build_tree",
+    "build_tree_from_candidates",
+    "chain_tree",
+    "check_path",
+    "check_round",
+    "check_tree",
+    "default_formulation",
+    "draft_candidates",
+    "gather_rows",
+    "positions",
+    "root_tree",
+    "speculative_round",
+]

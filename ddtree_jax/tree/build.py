@@ -1,0 +1,224 @@
+"""From drafter logits to the tree of the most probable prefixes (DDTree, best-first construction)."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.pallas.vocab_topk import vocab_topk
+from ddtree_jax.tree import checks, formulations
+from ddtree_jax.tree.base import NO_PARENT, DraftTree
+
+FORMULATIONS = ("sequential_frontier", "level_merge", "static_universe")
+
+# Microseconds per tree at L = 15 (benchmarks/tree_build.py), sequential_frontier / level_merge /
+# static_universe:
+# 2 CPU cores    16: 35 / 220 / 49        64: 133 / 654 / 488     256: 396 / 7591 / -     1024: 13555 / 22445
+# / -
+#   H200 in a loop 16: 226 / 238 / 15       64: 862 / 280 / 26      128: 1673 / 290 / 97    512: - / 429 / -
+# A loop step is nearly free on a CPU and costs launches on a GPU, where only the number of steps counts.
+_MAX_STATIC_BUDGET = 128
+
+
+def default_formulation(budget: int, depth: int, k: int, *, backend: str) -> str:
+    """The fastest formulation as measured: the sequential one on a CPU; elsewhere the static universe while
+    it is small, then the level merge.
+    """
+    if backend == "cpu":
+        return "sequential_frontier"
+    fits = (
+        budget <= _MAX_STATIC_BUDGET
+        and formulations.universe_size(budget, depth, k) <= formulations.MAX_UNIVERSE
+    )
+    return "static_universe" if fits else "level_merge"
+
+
+def build_tree(
+    draft_logits: jax.Array,
+    root_token_ids: jax.Array,
+    *,
+    budget: int,
+    top_k: int | None = None,
+    formulation: str = "auto",
+    topk_implementation: str = "auto",
+) -> DraftTree:
+    """Builds the tree of the `budget` most probable prefixes under the product of per-depth softmaxes.
+
+    Nodes come best first: higher cumulative log-probability, ties by the lexicographically smaller tuple of
+    ranks. A row's candidates rank by logit, equal logits by the smaller token id. A score is the float32 sum,
+    from the root outward, of `logit - logsumexp(row)`. The set is prefix-closed and maximizes the expected
+    accepted length under the drafter's own distribution; the target never has to agree for the decoding to be
+    exact.
+
+    Args:
+      draft_logits: float[B, L, V], any floating dtype, L >= 0; row l predicts the token at depth l + 1. An
+        entry that is -inf, NaN or +inf is no candidate; a row without candidates ends the tree at that depth.
+      root_token_ids: int32[B], the current tokens.
+      budget: static number of nodes besides the root, >= 0 (0: root only).
+      top_k: static number of candidates per depth, >= 1; None means min(budget, V), which loses nothing. A
+        smaller value gives the best tree over prefixes whose ranks are all below it.
+      formulation: one of `FORMULATIONS`, all exactly equal, or "auto".
+      topk_implementation: as `vocab_topk`'s `implementation`.
+
+    Returns:
+      A `DraftTree` with N = budget + 1 slots; `num_nodes` is smaller than N where fewer than `budget`
+      prefixes are reachable with a finite score.
+
+    Raises:
+      ValueError: a wrong static argument, or a formulation that can not do this size.
+    """
+    budget = checks.static_int(budget, "budget", minimum=0)
+    top_k = None if top_k is None else checks.static_int(top_k, "top_k", minimum=1)
+    if formulation != "auto" and formulation not in FORMULATIONS:
+        raise ValueError(f"formulation: got {formulation!r}; allowed: auto, {', '.join(FORMULATIONS)}.")
+    draft_logits = checks.as_float32(draft_logits, "draft_logits", (None, None, None), "B, L, V")
+    batch, draft_depth, vocab = draft_logits.shape
+    root_token_ids = checks.as_int32(root_token_ids, "root_token_ids", (batch,), "B")
+
+    depth = min(draft_depth, budget)  # a node at depth d needs d - 1 nodes above it
+    k = min(budget if top_k is None else top_k, budget, vocab)
+    if depth == 0 or k == 0:
+        return _with_padding(root_tree(root_token_ids), budget)
+    if budget * (k + 1) >= 2**31:
+        raise ValueError(f"budget: got {budget} with top_k {k}; their product must stay below 2**31.")
+
+    with jax.named_scope("build_tree"):
+        log_probs, token_ids = draft_candidates(draft_logits[:, :depth], k, implementation=topk_implementation)
+        return build_tree_from_candidates(
+            log_probs, token_ids, root_token_ids, budget=budget, formulation=formulation
+        )
+
+
+def draft_candidates(
+    draft_logits: jax.Array, k: int, *, implementation: str = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """The K = min(k, V) best candidates of each row under the row's softmax.
+
+    Args:
+      draft_logits: float[B, L, V], V >= 1.
+      k: static, >= 1.
+      implementation: as for `vocab_topk`.
+
+    Returns:
+      (log_probs float32[B, L, K], `logit - logsumexp(row)`, best first and -inf where there is no candidate;
+      token_ids int32[B, L, K], equal logits by the smaller id).
+    """
+    draft_logits = checks.as_float32(draft_logits, "draft_logits", (None, None, None), "B, L, V")
+    best = vocab_topk(draft_logits, k, implementation=implementation)
+    is_candidate = (best.values > -jnp.inf) & (best.logsumexp > -jnp.inf)[:, :, None]
+    # Guarded before the subtraction: -inf - -inf would be a NaN.
+    normalizers = jnp.where(best.logsumexp > -jnp.inf, best.logsumexp, 0.0)
+    return jnp.where(is_candidate, best.values - normalizers[:, :, None], -jnp.inf), best.token_ids
+
+
+def build_tree_from_candidates(
+    log_probs: jax.Array,
+    token_ids: jax.Array,
+    root_token_ids: jax.Array,
+    *,
+    budget: int,
+    formulation: str = "auto",
+) -> DraftTree:
+    """`build_tree` after the vocabulary pass.
+
+    Args:
+      log_probs: float32[B, L, K], L, K >= 1, each row non-increasing and <= 0, -inf where there is no
+        candidate.
+      token_ids: int32[B, L, K], distinct in a row.
+      root_token_ids: int32[B].
+      budget: static, >= 1.
+      formulation: as for `build_tree`.
+
+    Returns:
+      A `DraftTree` with N = budget + 1 slots.
+    """
+    budget = checks.static_int(budget, "budget", minimum=1)
+    log_probs = checks.as_float32(log_probs, "log_probs", (None, None, None), "B, L, K")
+    batch, depth, k = log_probs.shape
+    token_ids = checks.as_int32(token_ids, "token_ids", (batch, depth, k), "B, L, K")
+    root_token_ids = checks.as_int32(root_token_ids, "root_token_ids", (batch,), "B")
+    if min(depth, k) < 1:
+        raise ValueError(f"log_probs: got shape {log_probs.shape}; L and K must be >= 1.")
+
+    nodes = jax.vmap(_pick(formulation, budget, depth, k))(log_probs)
+    is_node = nodes.scores > -jnp.inf
+    flat = jnp.where(is_node, (nodes.depths - 1) * k + nodes.ranks, 0)
+    tokens = jnp.take_along_axis(token_ids.reshape((batch, depth * k)), flat, axis=1)
+
+    def with_root(root_value, values):
+        return jnp.concatenate(
+            [jnp.broadcast_to(root_value, (batch, 1)).astype(values.dtype), values], axis=1
+        )
+
+    return DraftTree(
+        token_ids=with_root(root_token_ids[:, None], jnp.where(is_node, tokens, 0)),
+        parents=with_root(jnp.int32(NO_PARENT), jnp.where(is_node, nodes.parents, NO_PARENT)),
+        depths=with_root(jnp.int32(0), jnp.where(is_node, nodes.depths, 0)),
+        log_probs=with_root(jnp.float32(0.0), jnp.where(is_node, nodes.scores, -jnp.inf)),
+        num_nodes=1 + jnp.sum(is_node, axis=1, dtype=jnp.int32),
+    )
+
+
+def chain_tree(draft_logits: jax.Array, root_token_ids: jax.Array) -> DraftTree:
+    """The drafter's greedy chain (DFlash) as a tree with N = L + 1 slots.
+
+    Args:
+      draft_logits: float[B, L, V]; a row without candidates ends the chain.
+      root_token_ids: int32[B].
+
+    Returns:
+      A `DraftTree` in which node l + 1 is the argmax of row l (the smaller token id among equal logits) below
+      node l.
+    """
+    draft_logits = checks.as_float32(draft_logits, "draft_logits", (None, None, None), "B, L, V")
+    return build_tree(draft_logits, root_token_ids, budget=draft_logits.shape[1], top_k=1)
+
+
+def root_tree(root_token_ids: jax.Array) -> DraftTree:
+    """The tree of the root alone (plain autoregressive decoding), N = 1. `root_token_ids`: int32[B]."""
+    root_token_ids = checks.as_int32(root_token_ids, "root_token_ids", (None,), "B")
+    zeros = jnp.zeros_like(root_token_ids)[:, None]
+    return DraftTree(
+        token_ids=root_token_ids[:, None],
+        parents=zeros + NO_PARENT,
+        depths=zeros,
+        log_probs=jnp.zeros_like(zeros, jnp.float32),
+        num_nodes=jnp.ones_like(root_token_ids),
+    )
+
+
+def _pick(formulation: str, budget: int, depth: int, k: int) -> Callable[[jax.Array], formulations.Nodes]:
+    backend = jax.default_backend()
+    if formulation == "auto":
+        formulation = default_formulation(budget, depth, k, backend=backend)
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation: got {formulation!r}; allowed: auto, {', '.join(FORMULATIONS)}.")
+    if (
+        formulation == "static_universe"
+        and formulations.universe_size(budget, depth, k) > formulations.MAX_UNIVERSE
+    ):
+        raise ValueError(
+            f"formulation: 'static_universe' has more than {formulations.MAX_UNIVERSE} prefixes for budget {budget}, "
+            f"depth {depth} and {k} candidates; use 'sequential_frontier' or 'level_merge'."
+        )
+    if k == 1:
+        return functools.partial(formulations.chain, budget=budget)
+    if formulation == "level_merge":
+        return functools.partial(formulations.level_merge, budget=budget, by_counting=backend == "gpu")
+    return functools.partial(getattr(formulations, formulation), budget=budget)
+
+
+def _with_padding(tree: DraftTree, extra: int) -> DraftTree:
+    """The tree with `extra` padding slots appended."""
+
+    def pad(values, fill):
+        return jnp.pad(values, ((0, 0), (0, extra)), constant_values=fill)
+
+    return DraftTree(
+        token_ids=pad(tree.token_ids, 0),
+        parents=pad(tree.parents, NO_PARENT),
+        depths=pad(tree.depths, 0),
+        log_probs=pad(tree.log_probs, -jnp.inf),
+        num_nodes=tree.num_nodes,
+    )

@@ -1,0 +1,305 @@
+"""The command line over a fake engine: arguments in, text out, and one line for bad input."""
+
+import dataclasses
+import io
+import json
+import sys
+import types
+
+import pytest
+
+import ddtree_jax
+from ddtree_jax import CheckpointError, InvariantError, UnsupportedRequestError, bench, cli
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    status = cli.main(argv)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def one_line(err: str) -> str:
+    """Returns the only line of stderr."""
+    assert err.endswith("\n") and err.count("\n") == 1, err
+    assert "usage:" not in err and "Traceback" not in err
+    return err
+
+
+def test_generate_streams_the_text_and_ends_with_the_statistics(library, capsys):
+    status, out, err = run(capsys, "generate", "a prompt")
+    assert (status, err) == (0, "")
+    assert out == f"one two ☃\n{library.chunks[-1].stats.summary_line()}\n"
+    assert library.loads == [(("demo", None), {"dtype": "auto", "progress": None})]
+    assert library.streams == [
+        (
+            "a prompt",
+            {
+                "max_new_tokens": 128,
+                "algorithm": "ddtree",
+                "budget": 32,
+                "temperature": 0.0,
+                "top_k": None,
+                "top_p": None,
+                "min_p": None,
+                "seed": 0,
+                "stop_token_ids": None,
+                "with_tree": False,
+                "progress": None,
+            },
+        )
+    ]
+
+
+def test_each_piece_is_written_when_it_comes(library, monkeypatch, capsys):
+    seen = []
+
+    def stream(engine, prompt, **kwargs):
+        for chunk in library.chunks:
+            yield chunk
+            seen.append(capsys.readouterr().out)
+
+    monkeypatch.setitem(vars(ddtree_jax), "stream", stream)
+    assert cli.main(["generate", "x"]) == 0
+    assert seen == ["one ", "two ☃"]
+
+
+def test_every_option_reaches_the_library(library, capsys):
+    status, _, _ = run(
+        capsys,
+        *("generate", "p", "--target", "T", "--drafter", "D", "--dtype", "bfloat16"),
+        *("--max-new-tokens", "5", "--algorithm", "DFlash", "--budget", "auto", "--temperature", "0.5"),
+        *("--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "-7", "--stop-token-ids", "4, 5"),
+    )
+    assert status == 0
+    assert library.loads == [(("T", "D"), {"dtype": "bfloat16", "progress": None})]
+    ((prompt, options),) = library.streams
+    assert prompt == "p"
+    assert options == {
+        "max_new_tokens": 5,
+        "algorithm": "DFlash",
+        "budget": "auto",
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": -7,
+        "stop_token_ids": [4, 5],
+        "with_tree": False,
+        "progress": None,
+    }
+
+
+def test_an_empty_stop_list_is_a_list_and_not_the_default(library, capsys):
+    assert run(capsys, "generate", "p", "--stop-token-ids", "")[0] == 0
+    assert library.streams[0][1]["stop_token_ids"] == []
+
+
+def test_a_target_without_a_drafter(library, capsys):
+    assert run(capsys, "generate", "p", "--target", "T", "--algorithm", "none")[0] == 0
+    assert library.loads[0][0] == ("T", None)
+
+
+def test_another_drafter_for_the_shipped_target(library, capsys):
+    assert run(capsys, "generate", "p", "--drafter", "D")[0] == 0
+    assert library.loads[0][0] == ("demo", "D")
+
+
+@pytest.mark.parametrize("text", ["from stdin ☃\nsecond line", ""])
+def test_a_dash_reads_stdin(library, capsys, monkeypatch, text):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run(capsys, "generate", "-")[0] == 0
+    assert library.streams[0][0] == text
+
+
+def test_stdin_that_is_no_text(library, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    status, out, err = run(capsys, "generate", "-")
+    assert (status, out) == (2, "")
+    assert "UTF-8" in one_line(err)
+    assert not library.loads
+
+
+def test_token_ids_as_a_prompt(library, capsys):
+    assert run(capsys, "generate", "1, 2 3", "--token-ids")[0] == 0
+    assert library.streams[0][0] == [1, 2, 3]
+    status, _, err = run(capsys, "generate", "1 b", "--token-ids")
+    assert status == 2 and "1 b" in one_line(err)
+
+
+def test_a_shipped_prompt(library, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "held_out_prompts", lambda: ["first", "second"])
+    assert run(capsys, "generate", "--demo-prompt", "1")[0] == 0
+    assert library.streams[0][0] == "second"
+    for number in ("2", "-1"):
+        status, _, err = run(capsys, "generate", "--demo-prompt", number)
+        assert status == 2 and "0 to 1" in one_line(err)
+
+
+def test_the_tree_comes_before_the_statistics(library, capsys):
+    status, out, _ = run(capsys, "generate", "p", "--show-tree")
+    lines = out.splitlines()
+    assert status == 0 and library.streams[0][1]["with_tree"] is True
+    assert lines[0] == "one two ☃" and lines[-1] == library.chunks[-1].stats.summary_line()
+    assert "* 't1' (root)" in lines and "accepted 1 of 2 drafted" in out
+
+
+def test_a_last_piece_without_a_round_does_not_hide_the_tree(library, capsys):
+    first, last = library.chunks
+    library.chunks = (
+        first,
+        dataclasses.replace(last, stats=None),
+        ddtree_jax.Chunk("", [], stats=last.stats),
+    )
+    status, out, _ = run(capsys, "generate", "p", "--show-tree")
+    assert status == 0 and "* 't1' (root)" in out
+
+
+def test_no_round_no_tree(library, capsys):
+    last = library.chunks[-1]
+    library.chunks = (ddtree_jax.Chunk("x", [1], finish_reason="stop", stats=last.stats),)
+    status, out, _ = run(capsys, "generate", "p", "--show-tree")
+    assert status == 0 and "no tree" in out and out.splitlines()[-1] == last.stats.summary_line()
+
+
+def test_without_a_tokenizer_the_ids_are_the_output(library, capsys):
+    library.engine.tokenizer = None
+    library.chunks = tuple(
+        ddtree_jax.Chunk(None, chunk.token_ids, stats=chunk.stats, tree=chunk.tree)
+        for chunk in library.chunks
+    )
+    status, out, _ = run(capsys, "generate", "1 2", "--token-ids", "--show-tree")
+    assert status == 0 and out.splitlines()[0].split() == ["1", "2", "3", "4"]
+    assert "<1> (root)" in out
+
+
+def test_json_is_one_object_and_holds_what_the_stream_held(library, capsys):
+    status, out, err = run(capsys, "generate", "p", "--json", "--show-tree")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert document["text"] == "one two ☃" and document["token_ids"] == [1, 2, 3, 4]
+    assert document["finish_reason"] == "length"
+    assert document["stats"] == library.chunks[-1].stats.to_dict()
+    assert "(root)" in document["tree"]
+
+
+def test_progress_goes_to_stderr_where_it_is_wanted(library, capsys, monkeypatch):
+    status, _, err = run(capsys, "generate", "p", "--progress")
+    assert status == 0 and "loading the weights" in err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, out, err = run(capsys, "generate", "p")
+    assert status == 0 and "loading the weights" in err and "loading" not in out
+
+
+BAD_USAGE = [
+    ((), "COMMAND"),
+    (("serve",), "serve"),
+    (("convert", "x"), "convert"),
+    (("generate",), "PROMPT"),
+    (("generate", "p", "--demo-prompt", "0"), "PROMPT"),
+    (("generate", "p", "q"), "q"),
+    (("generate", "p", "--unknown"), "--unknown"),
+    (("generate", "p", "--max-new", "5"), "--max-new"),
+    (("generate", "p", "--max-new-tokens", "1.5"), "1.5"),
+    (("generate", "p", "--max-new-tokens"), "--max-new-tokens"),
+    (("generate", "p", "--budget", "many"), "many"),
+    (("generate", "p", "--algorithm", "medusa"), "medusa"),
+    (("generate", "p", "--temperature", "warm"), "warm"),
+    (("generate", "p", "--top-k", "x"), "--top-k"),
+    (("generate", "p", "--seed", "x"), "--seed"),
+    (("generate", "p", "--stop-token-ids", "1,x"), "1,x"),
+    (("bench", "--prompts", "0"), "prompts"),
+    (("bench", "--batch", "-1"), "batch"),
+    (("bench", "--repeats", "0"), "repeats"),
+    (("bench", "--max-new-tokens", "0"), "max_new_tokens"),
+    (("bench", "--budgets", ""), "--budgets"),
+    (("bench", "--budgets", "4,-1"), "budgets"),
+    (("bench", "--temperature", "nan"), "temperature"),
+    (("bench", "--temperature", "-0.1"), "temperature"),
+    (("doctor", "--target", "x"), "--target"),
+]
+
+
+@pytest.mark.parametrize(("argv", "named"), BAD_USAGE)
+def test_bad_usage_is_one_line_that_names_it(library, capsys, argv, named):
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert named in one_line(err)
+    assert not library.loads
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("temperature: got nan;\nallowed: a finite number >= 0"),
+        CheckpointError("config.json: no such file"),
+        UnsupportedRequestError("algorithm DDTREE does not support grammar"),
+    ],
+)
+def test_what_the_library_refuses_is_one_line_and_status_2(library, capsys, error):
+    library.chunks = (error,)
+    status, out, err = run(capsys, "generate", "p", "--temperature", "nan")
+    assert (status, out) == (2, "")
+    assert " ".join(str(error).split()) in one_line(err)
+
+
+@pytest.mark.parametrize("error", [InvariantError("impossible state"), KeyError("x"), RuntimeError("boom")])
+def test_a_fault_of_the_program_is_status_1_with_its_traceback(library, capsys, error):
+    library.chunks = (error,)
+    status, _, err = run(capsys, "generate", "p")
+    assert status == 1
+    assert "Traceback" in err and type(error).__name__ in err
+
+
+def test_a_stream_without_statistics_is_a_fault(library, capsys):
+    library.chunks = ()
+    assert run(capsys, "generate", "p")[0] == 1
+
+
+def test_an_interrupt_is_quiet(library, capsys):
+    library.chunks = (library.chunks[0], KeyboardInterrupt())
+    assert run(capsys, "generate", "p") == (130, "one ", "")
+
+
+@pytest.mark.parametrize(
+    "argv", [("--help",), ("generate", "--help"), ("bench", "--help"), ("doctor", "--help")]
+)
+def test_help(library, capsys, argv):
+    status, out, err = run(capsys, *argv)
+    assert (status, err) == (0, "") and out.startswith("usage: ddtree-jax")
+
+
+def test_the_help_of_generate_names_every_option_of_the_contract(capsys):
+    out = run(capsys, "generate", "--help")[1]
+    names = (
+        "--max-new-tokens --algorithm --budget --temperature --top-k --top-p --min-p --seed --stop-token-ids"
+    )
+    for name in [*names.split(), "--show-tree", "--target", "--drafter", "PROMPT"]:
+        assert name in out
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"ddtree-jax {ddtree_jax.__version__}\n", "")
+
+
+def test_bench_prints_the_table_or_json(library, capsys, monkeypatch):
+    calls = []
+
+    def run_bench(engine, settings, *, progress):
+        calls.append(settings)
+        return report
+
+    report = types.SimpleNamespace(
+        table=lambda: "the table", to_dict=lambda: {"a": 1}, dtype="float32", all_identical=True
+    )
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    assert run(capsys, "bench") == (0, "the table\n", "")
+    assert calls[-1] == bench.BenchSettings()
+    options = "--prompts 2 --max-new-tokens 3 --budgets 5,6,5 --batch 2 --temperature 0.5 --repeats 1 --json"
+    assert run(capsys, "bench", *options.split()) == (0, '{"a": 1}\n', "")
+    assert calls[-1] == bench.BenchSettings(
+        prompts=2, max_new_tokens=3, budgets=(5, 6), batch=2, temperature=0.5, repeats=1
+    )
+    report.all_identical = False
+    assert run(capsys, "bench")[0] == 1
+    report.dtype = "bfloat16"
+    assert run(capsys, "bench")[0] == 0

@@ -1,0 +1,42 @@
+"""Strict JAX settings for the whole suite, and the shipped pair loaded once."""
+
+import re
+from typing import TYPE_CHECKING
+
+import jax
+import pytest
+
+import ddtree_jax
+
+if TYPE_CHECKING:
+    from ddtree_jax.engine import Engine
+
+
+def _gpu_chosen(config: pytest.Config) -> bool:
+    """True where the marker expression asks for gpu tests (`-m gpu`, `-m "gpu and not slow"`)."""
+    return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets JAX up before any test module is imported: strict, and on the CPU unless gpu tests are chosen."""
+    if not _gpu_chosen(config):
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_threefry_partitionable", True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU chosen, gpu tests leave the run: on the CPU they would only fail."""
+    if _gpu_chosen(config):
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(scope="session")
+def demo_engine() -> "Engine":
+    """The pair that ships with the package, loaded once for the session (float32 on the CPU)."""
+    return ddtree_jax.load("demo")

@@ -1,0 +1,87 @@
+"""The capability table: exhaustive over algorithms and features, so that a new member cannot be forgotten."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from ddtree_jax import SpeculativeAlgorithm, UnsupportedRequestError
+from ddtree_jax.algorithm import (
+    CAPABILITIES,
+    FEATURES,
+    Capabilities,
+    capabilities,
+    require,
+    require_drafter,
+)
+
+MEMBERS = tuple(SpeculativeAlgorithm)
+COLUMNS = tuple(field.name for field in dataclasses.fields(Capabilities))
+
+
+def test_every_member_has_a_row_and_every_column_but_the_need_is_a_feature():
+    assert set(CAPABILITIES) == set(MEMBERS)
+    assert set(FEATURES) == set(COLUMNS) - {"needs_drafter"}
+    for row in CAPABILITIES.values():
+        assert all(isinstance(value, bool) for value in dataclasses.astuple(row))
+
+
+def test_the_table_of_this_version():
+    # grammar decoding does not exist yet, so no row may promise it
+    assert {member.name: dataclasses.astuple(row) for member, row in CAPABILITIES.items()} == {
+        # needs_drafter, grammar, sampling, ragged_batch, branching, recurrent_target
+        "NONE": (False, False, True, True, False, True),
+        "DFLASH": (True, False, True, True, False, False),
+        "DDTREE": (True, False, True, True, True, False),
+    }
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_parse_takes_the_member_and_its_name_in_any_case(member):
+    assert SpeculativeAlgorithm.parse(member) is member
+    for name in (member.name, member.name.lower(), member.name.capitalize(), member.value):
+        assert SpeculativeAlgorithm.parse(name) is member
+        assert capabilities(name) is CAPABILITIES[member]
+
+
+@pytest.mark.parametrize("value", ["", "tree", "ddtree ", "dd tree", None, 0, True, b"none", ["none"]])
+def test_parse_names_what_was_got_and_what_is_allowed(value):
+    with pytest.raises(ValueError, match="algorithm") as caught:
+        SpeculativeAlgorithm.parse(value)
+    assert repr(value) in str(caught.value)
+    for member in MEMBERS:
+        assert member.value in str(caught.value)
+
+
+@pytest.mark.parametrize(("member", "feature"), tuple(itertools.product(MEMBERS, FEATURES)))
+def test_require_follows_the_table(member, feature):
+    if getattr(CAPABILITIES[member], feature):
+        require(member, feature)
+        require(member.value, feature)
+        return
+    with pytest.raises(UnsupportedRequestError) as caught:
+        require(member, feature)
+    assert member.name in str(caught.value) and feature in str(caught.value)
+    able = [other for other in MEMBERS if getattr(CAPABILITIES[other], feature)]
+    for other in able:
+        assert other.value in str(caught.value).split(";")[1]
+    assert able or "no algorithm" in str(caught.value)
+
+
+def test_require_checks_every_feature_given_and_admits_a_request_that_needs_none():
+    require("ddtree")
+    require("ddtree", "sampling", "branching")
+    with pytest.raises(UnsupportedRequestError, match="grammar"):
+        require("ddtree", "sampling", "grammar")
+    with pytest.raises(ValueError, match="needs_drafter"):
+        require("ddtree", "needs_drafter")
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_only_algorithms_that_draft_need_a_drafter(member):
+    require_drafter(member, True)
+    if not CAPABILITIES[member].needs_drafter:
+        require_drafter(member, False)
+        return
+    with pytest.raises(UnsupportedRequestError, match=f"{member.name}.*drafter.*none"):
+        require_drafter(member, False)
