@@ -65,10 +65,10 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The parameters of a pair as one pytree; `drafter` is None where the algorithm drafts nothing."""
+    """The parameter arrays of a pair; `drafter` is None where the algorithm drafts nothing."""
 
-    target: Any
-    drafter: Any
+    target: list[jax.Array]
+    drafter: list[jax.Array] | None
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +108,7 @@ def make_plan(
         drafter=None if drafter is None else drafter.static,
         debug=debug,
     )
-    return plan, Weights(engine.target.params, None if drafter is None else drafter.params)
+    return plan, Weights(engine.target.arrays, None if drafter is None else drafter.arrays)
 
 
 def chunk_tokens(longest_prompt: int) -> int:
@@ -126,7 +126,7 @@ def cache_capacity(longest_prompt: int, max_new_tokens: int, draft_depth: int) -
     prompt and one accepted path above the longest sequence; a clamped write would overwrite committed rows.
     """
     need = max(longest_prompt + max_new_tokens + draft_depth + 1, longest_prompt + chunk_tokens(longest_prompt))
-    step = 128
+    step = 64
     while step * 8 < need:
         step *= 2
     return -(-need // step) * step
@@ -165,26 +165,31 @@ def prefill_chunk(
     )
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "draft_cache"))
 def first_token(
     plan: Plan,
     weights: Weights,
-    state: PrefillState,
+    cache: Cache,
+    draft_cache: Cache | None,
+    hidden: jax.Array,
     sampling: SamplingParams,
     stop_token_ids: jax.Array,
     max_new_tokens: jax.Array,
 ) -> RoundState:
-    """Chooses each sequence's first new token, the root of its first round. max_new_tokens: int32[B], 0 = inert row."""
+    """Chooses each sequence's first new token, the root of its first round.
+
+    hidden: [B, D] of `PrefillState`; max_new_tokens: int32[B], 0 for an inert row that only fills the batch.
+    """
     target = plan.target.merge(weights.target)
-    logits = target.logits(state.hidden)[:, None]
+    logits = target.logits(hidden)[:, None]
     zeros = jnp.zeros((logits.shape[0],), jnp.int32)
     root = choose_tokens(logits, zeros[:, None], zeros, sampling, mode=plan.mode)[:, 0]
     stopped = jnp.any(root[:, None] == stop_token_ids[None], axis=-1)
     return RoundState(
-        cache=state.cache,
-        draft_cache=state.draft_cache,
+        cache=cache,
+        draft_cache=draft_cache,
         root_token_ids=root,
-        lengths=state.cache.lengths,
+        lengths=jnp.copy(cache.lengths),  # the state is donated, and a donated buffer may appear only once in it
         emitted=jnp.minimum(max_new_tokens, 1),
         remaining=jnp.maximum(max_new_tokens - 1, 0),
         finished=stopped | (max_new_tokens <= 1),

@@ -194,7 +194,8 @@ def _prefill(
         tokens = jnp.asarray(padded[:, at : at + chunk])
         state = decoding.prefill_chunk(prompt_plan, weights, state, tokens, jnp.asarray(counts))
     sampled_plan = plan.for_prefill(keep_mode=True)
-    first = decoding.first_token(sampled_plan, weights, state, sampling, stop_token_ids, jnp.asarray(limits))
+    prompt = (state.cache, state.draft_cache, state.hidden)
+    first = decoding.first_token(sampled_plan, weights, *prompt, sampling, stop_token_ids, jnp.asarray(limits))
     roots = np.array(first.root_token_ids)  # a copy: the state is donated to the next program
     return _Run(plan, weights, first, sampling, stop_token_ids, roots, started)
 

@@ -8,6 +8,7 @@ reads one node of each depth).
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 
@@ -74,6 +75,7 @@ def key_from_seed(seed: int) -> jax.Array:
     return key if words < 2**32 else jax.random.fold_in(key, words >> 32)
 
 
+@jax.jit
 def filter_logits(
     logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
@@ -104,6 +106,7 @@ def filter_logits(
         return jnp.where(kept, scaled, -jnp.inf)
 
 
+@functools.partial(jax.jit, static_argnames=("mode", "max_depth"))
 def choose_tokens(
     logits: jax.Array,
     depths: jax.Array,

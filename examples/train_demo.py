@@ -2,16 +2,19 @@
 
 The shipped pair, on one GPU, in two runs of at most ten minutes:
 
-    python3 examples/train_demo.py --work WORK --stages data,target,indexer --seconds target=270,indexer=45 --out OUT
-    python3 examples/train_demo.py --work WORK --stages own_text,drafter,evaluate,export --seconds drafter=300 --out OUT
+    python3 examples/train_demo.py --work WORK --stages data,target,indexer \\
+        --seconds target=330,indexer=45 --compile own_text,drafter,evaluate --deadline 570 --out OUT
+    python3 examples/train_demo.py --work WORK --stages own_text,drafter,evaluate,export \\
+        --seconds own_text=80,drafter=400 --deadline 570 --out OUT
 
 A drafter for your own target (an HF-format folder with its tokenizer.json) on your own sources:
 
-    python3 examples/train_demo.py --work WORK --target DIR --corpus DIR --stages data,own_text,drafter,evaluate,export
+    python3 examples/train_demo.py --work WORK --target DIR --corpus DIR \\
+        --stages data,own_text,drafter,evaluate,export
 
-The stages and their files are listed in `demo_training/stages.py`. A stage reads what earlier ones left in WORK, so a
-run can stop between stages and go on later, on another machine too: `--out` keeps what is needed in parts of
-15.5 MB, `--unpack` puts it back.
+The stages and their files are listed in `demo_training/stages.py`. A stage reads what earlier ones left in
+WORK, so a run can stop between stages and go on later, on another machine too: `--out` keeps what is needed
+in parts of 15.5 MB, `--unpack` puts it back (then run the data stage again: tokens are not kept).
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import json
 import shutil
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -43,6 +45,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, help="seconds this command may take; stages are cut to fit")
     parser.add_argument("--out", type=Path, help="folder for archive parts, renewed after every stage")
     parser.add_argument("--unpack", type=Path, help="folder with archive parts to put into WORK first")
+    parser.add_argument("--compile", help="stages of a later command to compile meanwhile (kept in WORK)")
     parser.add_argument("--target", type=Path, help="HF-format folder of your own target")
     parser.add_argument("--corpus", type=Path, help="folder of your own Python sources")
     parser.add_argument("--mask-id", type=int, help="mask token of a drafter for your own target")
@@ -69,7 +72,7 @@ def parse_seconds(text: str) -> dict[str, float]:
 
 
 def fit(seconds: dict[str, float], stages: list[str], deadline: float) -> dict[str, float]:
-    """Durations scaled down so that the stages and their overhead end before the deadline (seconds from now)."""
+    """Durations scaled down so that stages and their overhead end within `deadline` seconds from now."""
     names = [name for stage in stages for name in CLOCKS.get(stage, (stage,)) if name in seconds]
     room = deadline - sum(OVERHEAD_SECONDS.get(stage, 0) for stage in stages)
     total = sum(seconds[name] for name in names)
@@ -102,9 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     # Imported here: encoding processes import this file again and must not start JAX.
     import jax
-
     from demo_training import export, schedule, tokens
     from demo_training import stages as recipe
+    from demo_training.ahead import Ahead
     from demo_training.sizes import DemoSizes
 
     jax.config.update("jax_compilation_cache_dir", str((work / "compiled").resolve()))
@@ -129,30 +132,40 @@ def main(arguments: list[str] | None = None) -> None:
         corpus_folder=options.corpus,
         max_corpus_bytes=None if options.max_corpus_mb is None else int(options.max_corpus_mb * 1e6),
         num_workers=options.workers,
+        ahead=Ahead(log),
     )
     if options.target is not None:
         run = use_own_target(run, options.target, options.mask_id, tokens.MASK_TOKEN)
-    with ThreadPoolExecutor(1) as pool:
-        if "data" in stages and "target" in stages:
-            from demo_training import target
-
-            future = pool.submit(target.compile_ahead, sizes, run.target_config())
-            run = dataclasses.replace(run, compiled_target=future)
-        for i, stage in enumerate(stages):
-            if options.deadline is not None:
-                limits = fit(seconds, stages[i:], options.deadline - (time.monotonic() - started))
-            begin = time.monotonic()
+    later = [stage for stage in (options.compile or "").split(",") if stage]
+    for stage in [*stages, *later]:
+        for name, function in recipe.compilations(run, stage).items():
+            run.ahead.submit(name, function)
+    failed = None
+    for i, stage in enumerate(stages):
+        if options.deadline is not None:
+            limits = fit(seconds, stages[i:], options.deadline - (time.monotonic() - started))
+        begin = time.monotonic()
+        try:
             recipe.STAGES[stage](run)
-            if options.out is not None:
-                export.pack(kept_files(work), work, options.out)
-                shutil.copyfile(work / "log.jsonl", options.out / "log.jsonl")
-            log(f"{stage} stage", wall_seconds=time.monotonic() - begin)
+        except Exception as error:
+            log(stage, error=f"{type(error).__name__}: {error}"[:500])
+            failed = error
+            # Only the export can do without what an evaluation gives.
+            if stage != "evaluate":
+                break
+        if options.out is not None:
+            export.pack(kept_files(work), work, options.out)
+            shutil.copyfile(work / "log.jsonl", options.out / "log.jsonl")
+        log(f"{stage} stage", wall_seconds=time.monotonic() - begin)
+    run.ahead.close()
+    if failed is not None:
+        raise failed
 
 
 def use_own_target(run, folder: Path, mask_id: int | None, mask_token: str):
     """The run with the user's own target copied into the work folder.
 
-    The mask token is `mask_id`, else the tokenizer's own mask token, else the last row of the embedding table.
+    The mask token is `mask_id`, else the tokenizer's own mask token, else the last row of the embedding.
     """
     import tokenizers
 

@@ -23,7 +23,7 @@ from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.dflash import DFlash
-from ddtree_jax.models.glm5 import Glm5, causal_mask
+from ddtree_jax.models.glm5 import Glm5, causal_mask, layer_plan
 from ddtree_jax.models.params import drafter_tensors, target_tensors
 
 Progress = Callable[[str], None]
@@ -31,21 +31,29 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class StaticModel:
-    """A graph definition with its hash computed once: a static argument of jitted functions is hashed at each call."""
+    """The static half of a model: what a list of its parameter arrays is turned back into a module with.
 
-    def __init__(self, graphdef: nnx.GraphDef):
+    A static argument of a jitted function is hashed at each call, so the hash is computed once; and parameters go in as
+    a plain list, because flattening a tree of Flax variables costs more than launching a round.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, params: Any):
         self.graphdef = graphdef
-        self._hash = hash(graphdef)
+        self.treedef = jax.tree.structure(params)
+        self._hash = hash((graphdef, self.treedef))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, StaticModel) and self.graphdef == other.graphdef)
+        if self is other:
+            return True
+        same = isinstance(other, StaticModel) and self._hash == other._hash
+        return same and self.graphdef == other.graphdef and self.treedef == other.treedef
 
-    def merge(self, params: Any) -> Any:
-        """The module over these parameters; call it inside a jitted function."""
-        return nnx.merge(self.graphdef, params)
+    def merge(self, arrays: list[jax.Array]) -> Any:
+        """The module over these arrays (`Target.arrays`, `Drafter.arrays`); call it inside a jitted function."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, arrays))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,7 +71,11 @@ class Target:
 
     @functools.cached_property
     def static(self) -> StaticModel:
-        return StaticModel(self.graphdef)
+        return StaticModel(self.graphdef, self.params)
+
+    @functools.cached_property
+    def arrays(self) -> list[jax.Array]:
+        return jax.tree.leaves(self.params)
 
     def module(self, params: Any = None) -> Glm5:
         return nnx.merge(self.graphdef, self.params if params is None else params)
@@ -80,7 +92,11 @@ class Drafter:
 
     @functools.cached_property
     def static(self) -> StaticModel:
-        return StaticModel(self.graphdef)
+        return StaticModel(self.graphdef, self.params)
+
+    @functools.cached_property
+    def arrays(self) -> list[jax.Array]:
+        return jax.tree.leaves(self.params)
 
     def module(self, params: Any = None) -> DFlash:
         return nnx.merge(self.graphdef, self.params if params is None else params)
@@ -171,7 +187,7 @@ def load_drafter(
 def save_target(target: Target, folder: str | Path, *, dtype: Any = jnp.bfloat16) -> None:
     """Writes config.json, generation_config.json and the weights (router and selection bias stay float32)."""
     folder, config = Path(folder), target.config
-    scan = all(segment.repeats == 1 for segment in target.module().plan) is False
+    scan = target.module().plan == layer_plan(config)
     save_leaves(folder, target_tensors(config, scan=scan), flat_leaves(target.params), dtype=jnp.dtype(dtype))
     write_json(folder / "config.json", config.to_hf() | {"dtype": jnp.dtype(dtype).name})
     ids = {"eos_token_id": list(config.eos_token_ids), "pad_token_id": config.pad_token_id}

@@ -6,6 +6,7 @@ tokens and more.
 """
 
 import dataclasses
+import functools
 import math
 
 import chex
@@ -37,6 +38,7 @@ class VocabTopK:
     logsumexp: jax.Array  # [...]
 
 
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
 def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> VocabTopK:
     """Returns the exact K = min(k, V) best logits of each row and the row's logsumexp.
 
@@ -77,6 +79,7 @@ def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> Vo
     )
 
 
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
 def exact_topk(values: jax.Array, k: int, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
     """The k best of the last axis with the smaller index first among equals.
 

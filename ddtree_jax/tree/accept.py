@@ -1,5 +1,7 @@
 """The walk: which drafted tokens the target agrees with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -7,6 +9,7 @@ from ddtree_jax.tree import checks, mask
 from ddtree_jax.tree.base import NO_NODE, AcceptedPath, DraftTree
 
 
+@functools.partial(jax.jit, static_argnames="max_depth")
 def accept(tree: DraftTree, target_token_ids: jax.Array, *, max_depth: int | None = None) -> AcceptedPath:
     """Follows the target's choices from the root (DDTree, "walk" step).
 

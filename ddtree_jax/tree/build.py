@@ -34,6 +34,7 @@ def default_formulation(budget: int, depth: int, k: int, *, backend: str) -> str
     return "static_universe" if fits else "level_merge"
 
 
+@functools.partial(jax.jit, static_argnames=("budget", "top_k", "formulation", "topk_implementation"))
 def build_tree(
     draft_logits: jax.Array,
     root_token_ids: jax.Array,
@@ -84,12 +85,15 @@ def build_tree(
         raise ValueError(f"budget: got {budget} with top_k {k}; their product must stay below 2**31.")
 
     with jax.named_scope("build_tree"):
-        log_probs, token_ids = draft_candidates(draft_logits[:, :depth], k, implementation=topk_implementation)
+        log_probs, token_ids = draft_candidates(
+            draft_logits[:, :depth], k, implementation=topk_implementation
+        )
         return build_tree_from_candidates(
             log_probs, token_ids, root_token_ids, budget=budget, formulation=formulation
         )
 
 
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
 def draft_candidates(
     draft_logits: jax.Array, k: int, *, implementation: str = "auto"
 ) -> tuple[jax.Array, jax.Array]:
@@ -112,6 +116,7 @@ def draft_candidates(
     return jnp.where(is_candidate, best.values - normalizers[:, :, None], -jnp.inf), best.token_ids
 
 
+@functools.partial(jax.jit, static_argnames=("budget", "formulation"))
 def build_tree_from_candidates(
     log_probs: jax.Array,
     token_ids: jax.Array,
@@ -160,6 +165,7 @@ def build_tree_from_candidates(
     )
 
 
+@jax.jit
 def chain_tree(draft_logits: jax.Array, root_token_ids: jax.Array) -> DraftTree:
     """The drafter's greedy chain (DFlash) as a tree with N = L + 1 slots.
 

@@ -1,6 +1,6 @@
 """Which tree slots may attend to which, and at what absolute positions they stand."""
 
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from ddtree_jax.tree import checks
 from ddtree_jax.tree.base import DraftTree
 
 
+@functools.partial(jax.jit, static_argnames="max_depth")
 def ancestor_mask(tree: DraftTree, *, max_depth: int | None = None) -> jax.Array:
     """The attention mask inside the tree (DDTree, "compile" step).
 
@@ -52,5 +53,5 @@ def parent_jumps(tree: DraftTree) -> jax.Array:
 
 
 def num_doublings(max_depth: int) -> int:
-    """Pointer-doubling steps after which every node has seen all of its at most `max_depth` proper ancestors."""
-    return math.ceil(math.log2(max_depth + 1)) if max_depth > 0 else 0
+    """Pointer-doubling steps after which a node has seen all of its at most `max_depth` proper ancestors."""
+    return max_depth.bit_length()

@@ -153,6 +153,7 @@ def speculative_round(
     _, slots = checks.check_tree_shapes(tree, "the result of fns.build")
 
     with jax.named_scope("verify"):
+        # Nodes deeper than max_depth can not be accepted, so their rows need not be complete.
         mask = ancestor_mask(tree, max_depth=min(max_depth, slots - 1))
         verified = fns.verify(state.cache, tree.token_ids, positions(tree, state.lengths), mask)
     logits = checks.as_float32(verified.logits, "fns.verify's logits", (batch, slots, None), "B, N, V")

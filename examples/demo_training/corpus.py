@@ -22,31 +22,32 @@ _SKIPPED_FOLDERS = frozenset(
     "dist-packages __pycache__".split()
 )
 
-# Import name -> SPDX identifier. Only packages named here are read; a copyleft or unclear licence keeps one out.
+# Import name -> SPDX identifier. Only packages named here are read: no copyleft or unclear licence.
 PACKAGE_LICENSES: dict[str, str] = {
     name: license_id
     for license_id, names in {
         "Apache-2.0": (
-            "absl accelerate aiofiles aiohttp aiosignal async_timeout chex coverage Cython diffrax equinox etils flax "
-            "frozenlist grpc huggingface_hub jax jaxlib lightning lightning_utilities lineax meson "
-            "mesonbuild msgpack multidict numpyro onnx optax optimistix orbax peft propcache pyarrow "
-            "pytorch_lightning requests sacrebleu safetensors sentence_transformers sentencepiece "
-            "sortedcontainers tensorboard tensorstore timm tokenizers torchmetrics transformers treescope tzdata "
-            "wadler_lindig xarray yarl asttokens"
+            "absl accelerate aiofiles aiohttp aiosignal asttokens async_timeout chex coverage Cython "
+            "diffrax equinox etils flax frozenlist grpc huggingface_hub jax jaxlib lightning "
+            "lightning_utilities lineax mesonbuild msgpack multidict numpyro onnx optax optimistix "
+            "orbax peft propcache pyarrow pytorch_lightning requests sacrebleu safetensors "
+            "sentence_transformers sentencepiece sortedcontainers tensorboard tensorstore timm "
+            "tokenizers torchmetrics transformers treescope tzdata wadler_lindig xarray yarl"
         ),
         "MIT": (
-            "annotated_doc annotated_types anyio attr attrs botorch build charset_normalizer cupy cupyx e3nn einops "
-            "executing fontTools formulaic gpytorch h11 humanize iniconfig interface_meta "
-            "jaxtyping linear_operator markdown_it mdurl mypy_extensions narwhals onnxruntime onnxscript "
-            "onnx_ir opt_einsum opt_einsum_fx pip platformdirs pluggy pyparsing pyproject_hooks _pytest "
-            "pytest rich setuptools six tabulate tiktoken torch_geometric torchdiffeq triton typeguard typer "
-            "urllib3 virtualenv wheel yaml"
+            "_pytest annotated_doc annotated_types anyio attr attrs botorch build charset_normalizer "
+            "cupy cupyx e3nn einops executing fontTools formulaic gpytorch h11 humanize iniconfig "
+            "interface_meta jaxtyping linear_operator markdown_it mdurl mypy_extensions narwhals "
+            "onnx_ir onnxruntime onnxscript opt_einsum opt_einsum_fx pip platformdirs pluggy pyparsing "
+            "pyproject_hooks pytest rich setuptools six tabulate tiktoken torch_geometric torchdiffeq "
+            "triton typeguard typer urllib3 virtualenv wheel yaml"
         ),
         "BSD-3-Clause": (
-            "click colorama contourpy cycler dill fsspec functorch h5py httpcore httpx idna jinja2 joblib kiwisolver "
-            "lazy_loader markdown markupsafe mpmath multipledispatch nbformat networkx numpy pandas patsy "
-            "portalocker prompt_toolkit psutil scipy seaborn skimage sklearn statsmodels sympy threadpoolctl toolz "
-            "tifffile torch torchgen torchvision werkzeug mpi4py nanobind pybind11"
+            "click colorama contourpy cycler dill fsspec functorch h5py httpcore httpx idna jinja2 "
+            "joblib kiwisolver lazy_loader markdown markupsafe mpi4py mpmath multipledispatch nanobind "
+            "nbformat networkx numpy pandas patsy portalocker prompt_toolkit psutil pybind11 scipy "
+            "seaborn skimage sklearn statsmodels sympy threadpoolctl tifffile toolz torch torchgen "
+            "torchvision werkzeug"
         ),
         "BSD-2-Clause": "imageio llvmlite numba packaging pygments torchaudio wrapt xxhash",
         "MIT-CMU": "PIL",
@@ -61,8 +62,8 @@ STDLIB_LICENSE = "PSF-2.0"
 class SourceFile:
     """One file of the corpus.
 
-    `name` is its path below the folder that holds the package, such as `numpy/linalg/linalg.py`; it and not the place
-    on disk decides the split, so every machine splits alike.
+    `name` is its path below the folder that holds the package, such as `numpy/linalg/linalg.py`; it and not
+    the place on disk decides the split, so every machine splits alike.
     """
 
     path: str

@@ -1,8 +1,9 @@
 """Training of the DFlash drafter on text that the frozen target wrote.
 
-A training row is one anchor of a sequence: the token at the anchor is the root, the context is what lies strictly
-before it, and the block's rows 1.. predict the sequence's own next tokens (no shift: row r predicts the token at
-anchor + r). All anchors of a sequence go through the network at once; blocks do not see each other.
+A training row is one anchor of a sequence: the token at the anchor is the root, the context is what lies
+strictly before it, and the block's rows 1.. predict the sequence's own next tokens (no shift: row r predicts
+the token at anchor + r). All anchors of a sequence go through the network at once; blocks do not see each
+other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.dflash import DFlash
 
 from . import modules, schedule
@@ -42,8 +44,8 @@ def optimiser() -> optax.GradientTransformation:
 def draw_anchors(key: jax.Array, prompt_lengths: jax.Array, length: int, count: int, depth: int) -> jax.Array:
     """Anchors int32[B, count]: one in each of `count` equal parts of the text that the target wrote.
 
-    An anchor is at least the prompt's length (its label is then the target's own choice) and leaves `depth` tokens
-    after it.
+    An anchor is at least the prompt's length (its label is then the target's own choice) and leaves `depth`
+    tokens after it.
 
     Args:
       key: random key.
@@ -157,8 +159,8 @@ def make_chunk(
 ) -> Callable[..., Any]:
     """The jitted function of several steps.
 
-    Its arguments are (params, state, target_params, tokens [K, B, T], prompt_lengths int32[K, B], rates float32[K],
-    key); it donates the first two and returns (params, state, metrics).
+    Its arguments are (params, state, target_params, tokens [K, B, T], prompt_lengths int32[K, B], rates
+    float32[K], key); it donates the first two and returns (params, state, metrics).
     """
     chain = optimiser()
     dtype = modules.compute_dtype()
@@ -196,6 +198,27 @@ def make_chunk(
     return chunk
 
 
+def compile_chunk(sizes: DemoSizes, target_config: Glm5Config, config: DFlashConfig, token_dtype: Any) -> Any:
+    """`make_chunk`, compiled from shapes."""
+    target_graphdef, target_params = modules.abstract_target(target_config, compute=True)
+    graphdef, params = modules.abstract_drafter(config, target_config.hidden_size)
+    state = jax.eval_shape(optimiser().init, params)
+    shape = (sizes.chunk_steps, sizes.draft_batch)
+    return (
+        make_chunk(sizes, target_graphdef, graphdef)
+        .lower(
+            params,
+            state,
+            target_params,
+            jax.ShapeDtypeStruct((*shape, sizes.own_length), token_dtype),
+            jax.ShapeDtypeStruct(shape, np.int32),
+            jax.ShapeDtypeStruct(shape[:1], np.float32),
+            jax.eval_shape(lambda: jax.random.key(0)),
+        )
+        .compile()
+    )
+
+
 def train(
     sizes: DemoSizes,
     target_graphdef: nnx.GraphDef,
@@ -209,6 +232,7 @@ def train(
     check: Callable[[Any], dict] | None = None,
     check_every: float = 60.0,
     checkpoint: Path | None = None,
+    chunk: Any = None,
 ) -> Any:
     """Trains until the clock is done and returns the float32 parameters.
 
@@ -224,9 +248,11 @@ def train(
       check: measures held-out acceptance of parameters; its values go to the log.
       check_every: seconds between two checks.
       checkpoint: .npz that is written at every check.
+      chunk: of `compile_chunk`, or None.
     """
-    chunk = make_chunk(sizes, target_graphdef, drafter_graphdef)
-    frozen = jax.jit(functools.partial(modules.cast, dtype=modules.compute_dtype()))(target_params)
+    if chunk is None:
+        chunk = make_chunk(sizes, target_graphdef, drafter_graphdef)
+    frozen = modules.to_compute(target_params)
     state = jax.jit(optimiser().init)(params)
     rng = np.random.default_rng(sizes.seed + 5)
     key = jax.random.key(sizes.seed + 6)

@@ -1,4 +1,4 @@
-"""The shipped folder: target, drafter, tokenizer, held-out prompts and the model card; and moving it in parts."""
+"""The shipped folder: pair, tokenizer, held-out prompts and model card; and archives in parts."""
 
 from __future__ import annotations
 
@@ -16,45 +16,49 @@ CARD = """\
 # The demo pair
 
 A miniature GLM-5 target ({target_parameters:.1f} M parameters) and a DFlash drafter for it
-({drafter_parameters:.1f} M), trained from random weights in JAX by `examples/train_demo.py` on one NVIDIA H200. They
-write Python in the style of their corpus; they know nothing and follow no instructions. They exist so that tree
-speculative decoding can be run, measured and tested anywhere, in seconds.
+({drafter_parameters:.1f} M), trained from random weights in JAX by `examples/train_demo.py` on one device
+({device}). They write Python in the style of their corpus; they know nothing and follow no instructions.
+They exist so that tree speculative decoding can be run, measured and tested anywhere, in seconds.
 
-| folder or file | what |
-|---|---|
-| `target/` | GlmMoeDsaForCausalLM: {num_layers} layers, MLA, {experts} experts (top {top}) and a shared one, DSA indexers in layers {full}, `index_topk` {index_topk} |
-| `drafter/` | DFlashDraftModel: {draft_layers} layers, block {block}, taps after layers {taps} |
-| `heldout.json` | {prompts} prompts from held-out files: `id`, `source`, `license`, `prompt`, `prompt_ids`, `reference` |
+- `target/`: GlmMoeDsaForCausalLM with {num_layers} layers, MLA, {experts} experts (top {top}) and a
+  shared one, DSA indexers in layers {full}, `index_topk` {index_topk}.
+- `drafter/`: DFlashDraftModel with {draft_layers} layers, block {block}, taps after layers {taps}.
+- `heldout.json`: {prompts} prompts from held-out files: `id`, `source`, `license`, `prompt`,
+  `prompt_ids`, `reference` (how the file goes on).
 
-Weights are bfloat16 (router weights and selection biases float32). They are under the licence of this project.
+Weights are bfloat16 (router weights and selection biases float32), under the licence of this project. The
+prompts are quotations under the licence that each names.
 
 ## Data
-{files} Python files ({megabytes:.0f} MB, {train_tokens:.1f} M tokens, {bytes_per_token:.2f} bytes a token) found on the
-training machine: the standard library and packages of an allow-list of permissive licences; exact duplicates, vendored
-folders, files outside 200 B - 400 kB and files with lines over 2000 characters left out. 2 % of the files are held out by
-a hash of their path. A held-out prompt shares no run of {copy_run} tokens with the training text, its continuation
-included.
+{files} Python files ({megabytes:.0f} MB, {train_tokens:.1f} M training tokens, {bytes_per_token:.2f}
+bytes a token) found on the training machine: the standard library and packages of an allow-list of
+permissive licences. Left out: exact duplicates, vendored folders, files outside 200 B - 400 kB, files
+with lines over 2000 characters. {heldout_share} % of the files are held out by a hash of their path. A
+held-out prompt shares no run of {copy_run} tokens with the training text, its continuation included;
+shorter copies remain across the split.
 
 {package_table}
 
 ## Training
 Seed {seed}. The schedule follows the clock, so a second run does not give the same weights bit for bit.
+Losses are in nats a token on held-out files; `topK_T` is the loss over contexts of T tokens when each
+token attends to K, `dense_T` when it attends to all.
 
 | stage | what was done |
 |---|---|
 {stage_table}
 
 ## Acceptance on the held-out prompts
-Greedy, {new_tokens} new tokens, {evaluated} prompts, simulated with the exported weights
-(`examples/demo_training/simulate.py`).
-The figures are mean acceptance lengths: tokens emitted per pass of the target.
+Greedy, {new_tokens} new tokens, {evaluated} prompts, simulated with the exported weights in the dtype of
+the training machine (`examples/demo_training/simulate.py`): mean acceptance lengths, the tokens emitted
+per pass of the target.
 
 | | mean over prompts | tokens / rounds | median prompt |
 |---|---|---|---|
 {acceptance_table}
 
-About the sample texts: small models loop under greedy decoding; loops are drafted well and lift the means, which is why
-the token-weighted figure and the median stand beside them.
+Small models loop under greedy decoding; loops are drafted well and lift the means, which is why the
+token-weighted figure and the median stand beside them.
 """
 
 

@@ -1,8 +1,9 @@
 """Training of the DSA indexers of a frozen target: their scores learn the target's own attention.
 
-Each full layer's indexer is trained on KL(P || softmax(I)), where I are its summed scores and P is the attention
-distribution averaged over heads and over the layers that will use its choice: the full layer itself and the shared
-layers that follow it (DeepSeek-V3.2's dense warm-up, with the shared layers of GLM-5.2 taken in).
+Each full layer's indexer is trained on KL(P || softmax(I)), where I are its summed scores and P is the
+attention distribution averaged over heads and over the layers that will use its choice: the full layer itself
+and the shared layers that follow it (DeepSeek-V3.2's dense warm-up, with the shared layers of GLM-5.2 taken
+in).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
+from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.glm5 import Attention, DecoderLayer, Glm5
 from ddtree_jax.models.layers import NEGATIVE, einsum, masked_softmax, rope_angles
 
@@ -88,7 +91,7 @@ def indexer_losses(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array) -> ja
             )
         groups[-1]["sum"] += probabilities
         groups[-1]["n"] += 1
-        h = jax.lax.stop_gradient(dense_layer(layer, h, angles, mask))
+        h = jax.lax.stop_gradient(dense_layer(layer, h, angles))
     losses = []
     for group in groups:
         indexer, x = group["indexer"], group["x"]
@@ -103,16 +106,53 @@ def indexer_losses(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array) -> ja
     return jnp.stack(losses)
 
 
-def dense_layer(layer: DecoderLayer, h: jax.Array, angles: Any, mask: jax.Array) -> jax.Array:
+def dense_layer(layer: DecoderLayer, h: jax.Array, angles: Any) -> jax.Array:
     """The layer's output [B, T, D] under dense causal attention."""
     x = layer.input_norm(h)
     mla = layer.attention.mla
     _, q_nope, q_rope, latent = mla.project(x, *angles)
-    del mask
     out = mla.attend_causal(q_nope, q_rope, latent, modules.causal_implementation())
     h = h + mla.o(out)
     y = layer.mlp(layer.mlp_norm(h))
     return h + (y[0] if isinstance(y, tuple) else y)
+
+
+def optimiser() -> optax.GradientTransformation:
+    """Adam of the indexers, no weight decay."""
+    return schedule.adamw(lambda name, leaf: False, weight_decay=0.0)
+
+
+def make_step(graphdef: nnx.GraphDef) -> Any:
+    """The jitted training step.
+
+    Its arguments are (indexers, state, params in the compute dtype, tokens int32[B, T], rate float32[]); it
+    donates the first two and returns (indexers, state, KL float32[full layers]).
+    """
+    chain, dtype = optimiser(), modules.compute_dtype()
+
+    def loss(indexers: dict[str, jax.Array], params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        compute = merge_indexers(params, {name: leaf.astype(dtype) for name, leaf in indexers.items()})
+        values = indexer_losses(graphdef, compute, tokens)
+        return jnp.sum(values), values
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(indexers: Any, state: Any, params: Any, tokens: jax.Array, rate: jax.Array) -> Any:
+        (_, values), gradients = jax.value_and_grad(loss, has_aux=True)(indexers, params, tokens)
+        indexers, state = schedule.apply(chain, indexers, state, gradients, rate)
+        return indexers, state, values
+
+    return step
+
+
+def compile_step(sizes: DemoSizes, config: Glm5Config) -> Any:
+    """`make_step`, compiled from shapes."""
+    graphdef, masters = modules.abstract_target(config)
+    _, params = modules.abstract_target(config, compute=True)
+    indexers = split_indexers(masters)
+    state = jax.eval_shape(optimiser().init, indexers)
+    tokens = jax.ShapeDtypeStruct((sizes.indexer_batch, sizes.target_context), np.int32)
+    rate = jax.ShapeDtypeStruct((), np.float32)
+    return make_step(graphdef).lower(indexers, state, params, tokens, rate).compile()
 
 
 def train(
@@ -122,6 +162,8 @@ def train(
     batches: Iterator[np.ndarray],
     clock: Clock,
     log: Log,
+    *,
+    step: Any = None,
 ) -> Any:
     """Trains the indexers until the clock is done and returns the float32 parameters, the rest unchanged.
 
@@ -132,24 +174,13 @@ def train(
       batches: token windows [B, T].
       clock: of the stage; it starts after the first step.
       log: gets a line every few seconds.
+      step: of `compile_step`, or None.
     """
-    chain = schedule.adamw(lambda name, leaf: False, weight_decay=0.0)
-    dtype = modules.compute_dtype()
-    frozen = jax.jit(functools.partial(modules.cast, dtype=dtype))(params)
-
-    def loss(indexers: dict[str, jax.Array], frozen: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        compute = merge_indexers(frozen, {name: leaf.astype(dtype) for name, leaf in indexers.items()})
-        values = indexer_losses(graphdef, compute, tokens)
-        return jnp.sum(values), values
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(indexers: Any, state: Any, frozen: Any, tokens: jax.Array, rate: jax.Array) -> Any:
-        (_, values), gradients = jax.value_and_grad(loss, has_aux=True)(indexers, frozen, tokens)
-        indexers, state = schedule.apply(chain, indexers, state, gradients, rate)
-        return indexers, state, values
-
+    if step is None:
+        step = make_step(graphdef)
+    frozen = modules.to_compute(params)
     indexers = jax.tree.map(jnp.copy, split_indexers(params))
-    state = chain.init(indexers)
+    state = jax.jit(optimiser().init)(indexers)
     steps, last_log, previous = 0, -1e9, None
     while not clock.done:
         rate = schedule.learning_rate(

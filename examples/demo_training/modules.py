@@ -1,4 +1,4 @@
-"""What the training stages share: building the networks, casting parameters, the loss, random windows of tokens."""
+"""What the training stages share: building networks, casting parameters, the loss, windows of tokens."""
 
 from __future__ import annotations
 
@@ -45,13 +45,38 @@ def new_target(config: Glm5Config, seed: int, *, scan: bool = False) -> tuple[nn
       scan: whether layers of one kind run in a loop. Unrolled layers train faster: nothing is stacked for the
         backward pass.
     """
-    return nnx.split(Glm5(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed), scan=scan))
+    graphdef, _ = abstract_target(config, scan=scan)
+    build = functools.partial(Glm5, config, dtype=jnp.dtype(jnp.float32), scan=scan)
+    return graphdef, jax.jit(lambda: nnx.split(build(rngs=nnx.Rngs(seed)))[1])()
 
 
-def abstract_target(config: Glm5Config) -> tuple[nnx.GraphDef, Any]:
-    """The graph and the parameter shapes of `new_target`, nothing allocated."""
-    build = functools.partial(Glm5, config, dtype=jnp.dtype(jnp.float32), scan=False)
-    return nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+def abstract_target(
+    config: Glm5Config, *, compute: bool = False, scan: bool = False
+) -> tuple[nnx.GraphDef, Any]:
+    """The graph and the parameter shapes of `new_target`; `compute`: in the compute dtype."""
+    build = functools.partial(Glm5, config, dtype=jnp.dtype(jnp.float32), scan=scan)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    return graphdef, jax.eval_shape(
+        functools.partial(cast, dtype=compute_dtype()), params
+    ) if compute else params
+
+
+def abstract_drafter(
+    config: DFlashConfig, target_hidden_size: int, *, compute: bool = False
+) -> tuple[nnx.GraphDef, Any]:
+    """The graph and the parameter shapes of `new_drafter`, as `abstract_target`."""
+    build = functools.partial(
+        DFlash, config, dtype=jnp.dtype(jnp.float32), target_hidden_size=target_hidden_size
+    )
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    return graphdef, jax.eval_shape(
+        functools.partial(cast, dtype=compute_dtype()), params
+    ) if compute else params
+
+
+def to_compute(params: Any) -> Any:
+    """Parameters in the compute dtype, on the device."""
+    return jax.jit(functools.partial(cast, dtype=compute_dtype()))(params)
 
 
 def new_drafter(config: DFlashConfig, seed: int, target_hidden_size: int) -> tuple[nnx.GraphDef, Any]:
@@ -67,8 +92,8 @@ def cast(params: Any, dtype: jnp.dtype, *, keep: tuple[str, ...] = ()) -> Any:
     Args:
       params: parameter tree.
       dtype: wanted.
-      keep: leaves that stay as they are besides the router's: `("embed",)` in training, because the gradient of a
-        table is a sum over many tokens that bfloat16 cannot hold.
+      keep: leaves that stay as they are besides the router's: `("embed",)` in training, because the gradient
+        of a table is a sum over many tokens that bfloat16 cannot hold.
     """
     kept = (*_FLOAT32_LEAVES, *keep)
     return map_named(lambda name, x: x if name.split("/")[-1] in kept else x.astype(dtype), params)

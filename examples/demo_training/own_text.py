@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from ddtree_jax.models.cache import write_rows
+from ddtree_jax.models.config import Glm5Config
 
 from . import modules, tokens
 from .schedule import Clock, Log
@@ -21,8 +21,9 @@ from .sizes import DemoSizes
 def make_writer(graphdef: nnx.GraphDef, total_length: int) -> Callable[..., jax.Array]:
     """A jitted function that continues prompts to `total_length` tokens.
 
-    Its arguments are (params in the compute dtype, prompts int32[B, P], temperatures float32[B], key); it returns
-    int32[B, total_length], the prompts included. Rows of temperature 0 are greedy. It compiles once a prompt length.
+    Its arguments are (params in the compute dtype, prompts int32[B, P], temperatures float32[B], key); it
+    returns int32[B, total_length], the prompts included. Rows of temperature 0 are greedy. It compiles once a
+    prompt length.
     """
 
     @jax.jit
@@ -58,6 +59,15 @@ def make_writer(graphdef: nnx.GraphDef, total_length: int) -> Callable[..., jax.
     return write
 
 
+def compile_writer(sizes: DemoSizes, config: Glm5Config, prompt_length: int) -> Any:
+    """`make_writer` for prompts of one length, compiled from shapes."""
+    graphdef, params = modules.abstract_target(config, compute=True)
+    prompts = jax.ShapeDtypeStruct((sizes.own_batch, prompt_length), np.int32)
+    temperatures = jax.ShapeDtypeStruct((sizes.own_batch,), np.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return make_writer(graphdef, sizes.own_length).lower(params, prompts, temperatures, key).compile()
+
+
 def draw_prompts(
     train: np.ndarray, starts: np.ndarray, length: int, count: int, rng: np.random.Generator
 ) -> np.ndarray:
@@ -79,6 +89,8 @@ def write_texts(
     heldout_prompts: np.ndarray,
     clock: Clock,
     log: Log,
+    *,
+    compiled: Callable[[int], Any] = lambda length: None,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Writes batches of text until the clock is done or there is enough.
 
@@ -91,15 +103,18 @@ def write_texts(
       heldout_prompts: int32[P, prompt length]; continued greedily with the same compiled function.
       clock: of the stage; it starts after the compilation for every prompt length.
       log: gets a line a batch.
+      compiled: prompt length -> result of `compile_writer`, or None.
 
     Returns:
-      `{"tokens": [n, length], "prompt_lengths": int32[n], "greedy": bool[n]}` and the greedy continuations of the
-      held-out prompts, [P, length] with the prompts.
+      `{"tokens": [n, length], "prompt_lengths": int32[n], "greedy": bool[n]}` and the greedy continuations of
+      the held-out prompts, [P, length] with the prompts.
     """
     rng = np.random.default_rng(sizes.seed + 3)
     starts = tokens.line_starts(train, ends_line)
-    compute = jax.jit(functools.partial(modules.cast, dtype=modules.compute_dtype()))(params)
-    writer = make_writer(graphdef, sizes.own_length)
+    compute = modules.to_compute(params)
+    general = make_writer(graphdef, sizes.own_length)
+    lengths_used = {heldout_prompts.shape[1], *sizes.own_prompt_lengths}
+    writers = {length: compiled(length) or general for length in lengths_used}
     key = jax.random.key(sizes.seed + 4)
     batch = sizes.own_batch
     zeros = np.zeros(batch, np.float32)
@@ -107,9 +122,11 @@ def write_texts(
     # Held-out prompts first, tiled to the common batch size, so that nothing else is compiled for them.
     count = len(heldout_prompts)
     tiled = np.resize(heldout_prompts, (batch, heldout_prompts.shape[1])).astype(np.int32)
-    heldout = np.asarray(writer(compute, tiled, zeros, key))[:count]
-    for length in sorted(set(sizes.own_prompt_lengths) - {heldout_prompts.shape[1]}):
-        writer(compute, draw_prompts(train, starts, length, batch, rng), zeros, key)
+    heldout = np.asarray(writers[tiled.shape[1]](compute, tiled, zeros, key))[:count]
+    for length in sorted(lengths_used - {tiled.shape[1]}):
+        jax.block_until_ready(
+            writers[length](compute, draw_prompts(train, starts, length, batch, rng), zeros, key)
+        )
     log("own_text", compiled=True)
     clock.start()
 
@@ -121,7 +138,7 @@ def write_texts(
         length = sizes.own_prompt_lengths[index % len(sizes.own_prompt_lengths)]
         prompts = draw_prompts(train, starts, length, batch, rng)
         index += 1
-        result = writer(compute, prompts, temperatures, jax.random.fold_in(key, index))
+        result = writers[length](compute, prompts, temperatures, jax.random.fold_in(key, index))
         if pending is not None:
             parts.append(np.asarray(pending).astype(train.dtype))
         pending = result

@@ -51,7 +51,7 @@ class Clock:
 def learning_rate(
     fraction: float, step: int, *, peak: float, warmup_steps: int, flat: float, floor: float = 0.02
 ) -> float:
-    """Warm-up by steps, flat until `flat` of the time, then linear to `floor` of the peak at the end of the time."""
+    """Warm-up by steps, flat until `flat` of the time, then linear to `floor` of the peak at its end."""
     warm = min(1.0, (step + 1) / max(1, warmup_steps))
     decay = 1.0 if fraction <= flat else 1.0 - (1.0 - floor) * (fraction - flat) / (1.0 - flat)
     return peak * warm * decay
@@ -83,7 +83,7 @@ def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def adamw(
     is_decayed: Callable[[str, jax.Array], bool], *, weight_decay: float, clip: float = 1.0
 ) -> optax.GradientTransformation:
-    """AdamW (0.9, 0.95) with gradient clipping and without the learning rate, which `apply` takes each step."""
+    """AdamW (0.9, 0.95) with gradient clipping, without the learning rate: `apply` takes it each step."""
     return optax.chain(
         optax.clip_by_global_norm(clip),
         optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),

@@ -1,13 +1,12 @@
 """Acceptance without decoding: every round of greedy decoding is scored from one pass over a known text.
 
-When the target is greedy, its text is known beforehand. So the drafter can draft at every position at once; a chain
-or tree drafted at position p is accepted as far as the text itself follows it, and decoding hops from there. The
-numbers equal those of real generation with the same weights and dtype.
+When the target is greedy, its text is known beforehand. So the drafter can draft at every position at once; a
+chain or tree drafted at position p is accepted as far as the text itself follows it, and decoding hops from
+there. The numbers equal those of real generation with the same weights and dtype.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +16,14 @@ import numpy as np
 from flax import nnx
 
 from ddtree_jax import tree
+from ddtree_jax.models.config import DFlashConfig, Glm5Config
 
 from . import drafter as drafting
 from . import modules
 
 
 def chain_lengths(drafted: jax.Array, labels: jax.Array) -> jax.Array:
-    """Tokens that a round emits for a chain: the matched ones and one more. int32[..., L] x 2 -> int32[...]."""
+    """Tokens that a round emits for a chain, the bonus included. Two int32[..., L] -> int32[...]."""
     return 1 + jnp.sum(jnp.cumprod((drafted == labels).astype(jnp.int32), axis=-1), axis=-1)
 
 
@@ -39,9 +39,10 @@ def tree_lengths(logits: jax.Array, roots: jax.Array, labels: jax.Array, budget:
     Returns:
       int32[M].
     """
-    drafted = tree.build_tree(logits, roots, budget=budget)
+    drafted = tree.build_tree(logits, roots, budget=budget, topk_implementation="top_k")
     depth = labels.shape[1]
-    # Off the text's own path the walk never asks, so the label of a node's depth stands for the target's choice.
+    # Off the text's own path the walk never asks, so the label of a node's depth stands for the target's
+    # choice.
     choices = jnp.take_along_axis(labels, jnp.minimum(drafted.depths, depth - 1), axis=1)
     # Beyond the last label nothing can match: a node at depth L is a leaf.
     return tree.accept(drafted, choices).length
@@ -84,6 +85,25 @@ def make_scorer(
         return lengths
 
     return score
+
+
+def compile_scorer(
+    target_config: Glm5Config,
+    config: DFlashConfig,
+    *,
+    batch: int,
+    length: int,
+    prompt_length: int,
+    new_tokens: int,
+    budgets: Sequence[int],
+) -> Any:
+    """`make_scorer`, compiled from shapes for texts int32[batch, length]."""
+    target_graphdef, target_params = modules.abstract_target(target_config, compute=True)
+    graphdef, params = modules.abstract_drafter(config, target_config.hidden_size, compute=True)
+    scorer = make_scorer(
+        target_graphdef, graphdef, prompt_length=prompt_length, new_tokens=new_tokens, budgets=budgets
+    )
+    return scorer.lower(target_params, params, jax.ShapeDtypeStruct((batch, length), np.int32)).compile()
 
 
 def hop(lengths: np.ndarray, text: np.ndarray, new_tokens: int, end_ids: Sequence[int]) -> list[int]:
@@ -130,7 +150,7 @@ def simulate(
     prompt_length: int,
     new_tokens: int,
     end_ids: Sequence[int],
-    batch: int = 16,
+    batch: int,
 ) -> dict[str, list[list[int]]]:
     """Rounds of every algorithm on every text. Parameters as `make_scorer` takes them; texts int[P, T]."""
     rounds: dict[str, list[list[int]]] = {}
@@ -145,29 +165,26 @@ def simulate(
 
 
 def make_check(
-    target_graphdef: nnx.GraphDef,
+    scorer: Callable[..., dict[str, jax.Array]],
     target_params: Any,
-    drafter_graphdef: nnx.GraphDef,
     texts: np.ndarray,
     *,
     prompt_length: int,
     new_tokens: int,
     end_ids: Sequence[int],
-    batch: int = 32,
+    batch: int,
 ) -> Callable[[Any], dict]:
-    """A function of the drafter's float32 parameters that measures the chain's mean acceptance on held-out texts."""
-    dtype = modules.compute_dtype()
-    cast = jax.jit(functools.partial(modules.cast, dtype=dtype))
-    frozen = cast(target_params)
-    scorer = make_scorer(
-        target_graphdef, drafter_graphdef, prompt_length=prompt_length, new_tokens=new_tokens, budgets=()
-    )
+    """A function of the drafter's float32 parameters: the chain's mean acceptance on held-out texts.
+
+    Arguments as for `simulate`, but float32 target parameters.
+    """
+    frozen = modules.to_compute(target_params)
 
     def check(params: Any) -> dict:
         rounds = simulate(
             scorer,
             frozen,
-            cast(params),
+            modules.to_compute(params),
             texts,
             prompt_length=prompt_length,
             new_tokens=new_tokens,

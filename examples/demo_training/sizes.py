@@ -17,31 +17,31 @@ class DemoSizes:
     """
 
     # Tokenizer and target (a miniature GLM-5).
-    vocab_size: int = 4096
-    hidden_size: int = 320
-    num_layers: int = 10
+    vocab_size: int = 2048
+    hidden_size: int = 384
+    num_layers: int = 8
     num_dense_layers: int = 1
     dense_width: int = 768
     num_experts: int = 16
     experts_per_token: int = 4
-    expert_width: int = 48
-    num_heads: int = 6
-    q_lora_rank: int = 160
-    kv_lora_rank: int = 96
+    expert_width: int = 56
+    num_heads: int = 4
+    q_lora_rank: int = 128
+    kv_lora_rank: int = 64
     nope_dim: int = 32
     rope_dim: int = 32
     value_dim: int = 64
     index_heads: int = 16
     index_dim: int = 48
     index_topk: int = 128
-    full_indexer_layers: tuple[int, ...] = (0, 5)
+    full_indexer_layers: tuple[int, ...] = (0, 1, 2, 6)
     target_rope_theta: float = 1e6
     max_positions: int = 4096
 
     # Drafter (DFlash). Its rope theta differs from the target's on purpose.
-    draft_layers: int = 4
-    draft_width: int = 640
-    draft_heads: int = 6
+    draft_layers: int = 3
+    draft_width: int = 576
+    draft_heads: int = 4
     draft_kv_heads: int = 2
     draft_head_dim: int = 64
     block_size: int = 16
@@ -58,6 +58,8 @@ class DemoSizes:
     indexer_batch: int = 16
     indexer_learning_rate: float = 1e-3
     sparse_batch: int = 32
+    # (context, index_topk) pairs whose held-out loss is reported beside the dense one.
+    sparse_checks: tuple[tuple[int, int], ...] = ((1024, 64), (1024, 128), (1024, 256), (256, 64), (256, 128))
     sparse_learning_rate: float = 2e-4
 
     # Text written by the target. One batch per prompt length in turn.
@@ -81,14 +83,21 @@ class DemoSizes:
     prompt_tokens: int = 128
     reference_tokens: int = 96
     heldout_tokens: int = 400_000
+    check_batch: int = 32
+    evaluate_batch: int = 8
     tree_budgets: tuple[int, ...] = (8, 16, 32, 64, 128)
 
     seed: int = 20261
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs feed the drafter: the even spread of the DFlash reference code."""
+        """Layers whose outputs feed the drafter: the even spread of the DFlash reference code.
+
+        A target too shallow for that rule (tests) gives its first layers.
+        """
         count = self.draft_layers
+        if self.num_layers < count + 4:
+            return tuple(range(min(count, self.num_layers - 1)))
         if count == 1:
             return (self.num_layers // 2,)
         return tuple(round(1 + i * (self.num_layers - 4) / (count - 1)) for i in range(count))
@@ -207,7 +216,7 @@ class DemoSizes:
         return cls(
             vocab_size=512,
             hidden_size=32,
-            num_layers=5,
+            num_layers=3,
             dense_width=48,
             num_experts=4,
             experts_per_token=2,
@@ -221,7 +230,7 @@ class DemoSizes:
             index_heads=16,
             index_dim=16,
             index_topk=16,
-            full_indexer_layers=(0, 3),
+            full_indexer_layers=(0, 2),
             max_positions=512,
             draft_layers=2,
             draft_width=48,
@@ -235,9 +244,12 @@ class DemoSizes:
             chunk_steps=4,
             indexer_batch=2,
             sparse_batch=2,
+            sparse_checks=((64, 16),),
+            check_batch=4,
+            evaluate_batch=4,
             own_batch=16,
             own_length=48,
-            own_prompt_lengths=(24, 8),
+            own_prompt_lengths=(24,),
             own_max_tokens=4000,
             draft_batch=4,
             anchors=4,
@@ -247,7 +259,7 @@ class DemoSizes:
             prompt_tokens=24,
             reference_tokens=16,
             heldout_tokens=2000,
-            tree_budgets=(4, 8),
+            tree_budgets=(4,),
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The stages of the recipe, in order. Each reads files of the work folder and writes its own; any can be run again.
+"""The stages of the recipe, in order. Each reads files of the work folder and writes its own.
 
 | stage | reads | writes |
 |---|---|---|
@@ -18,7 +18,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ddtree_jax import models
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 
 from . import corpus, drafter, export, indexer, modules, own_text, schedule, simulate, target, tokens
+from .ahead import Ahead
 from .schedule import Clock, Log
 from .sizes import DemoSizes
 
@@ -49,7 +50,7 @@ class Run:
       end_id: end-of-text token.
       mask_id: token of a drafter's masked rows.
       own_target: whether the target is the user's own, already in `work/target`.
-      compiled_target: future of `target.compile_ahead`, or None.
+      ahead: compilations in the background, by the names of `compilations`.
     """
 
     work: Path
@@ -62,7 +63,7 @@ class Run:
     end_id: int = tokens.END_ID
     mask_id: int = tokens.MASK_ID
     own_target: bool = False
-    compiled_target: Future | None = None
+    ahead: Ahead | None = None
 
     def target_config(self) -> Glm5Config:
         """The target's config: that of `work/target` if the target is the user's own."""
@@ -74,6 +75,10 @@ class Run:
         """The drafter's config."""
         values = self.target_config().to_hf() if self.own_target else None
         return DFlashConfig.from_hf(self.sizes.drafter_hf_config(self.end_id, self.mask_id, values))
+
+    def compiled(self, name: str) -> Any:
+        """A function that was compiled in the background, or None."""
+        return None if self.ahead is None else self.ahead.get(name)
 
     def load_target(self) -> models.Target:
         """The rounded target as float32 values, layers unrolled: a loop over layers would copy the caches."""
@@ -118,27 +123,37 @@ def run_target(run: Run) -> None:
     batches = modules.windows(train, sizes.target_context + 1, sizes.target_batch, sizes.seed + 1)
     path = run.work / "target.npz"
     clock = run.clock("target")
-    chunk = None if run.compiled_target is None else run.compiled_target.result()
     params = target.train(
-        sizes, config, graphdef, params, batches, clock, run.log, checkpoint=path, chunk=chunk
+        sizes,
+        config,
+        graphdef,
+        params,
+        batches,
+        clock,
+        run.log,
+        checkpoint=path,
+        chunk=run.compiled("target"),
     )
     schedule.save_tree(path, params)
-    heldout = np.load(run.work / "heldout.npy")
     loss = target.heldout_loss(
-        graphdef, params, heldout, length=sizes.target_context, batch=sizes.target_batch, sparse=False
+        run.compiled("heldout") or target.make_evaluate(graphdef, sparse=False),
+        modules.to_compute(params),
+        np.load(run.work / "heldout.npy"),
+        length=sizes.target_context,
+        batch=sizes.indexer_batch,
     )
     run.log("target", summary=True, seconds=clock.elapsed, heldout_loss=loss, perplexity=float(np.exp(loss)))
 
 
 def run_indexer(run: Run) -> None:
-    """Trains the indexers, compares dense and sparse held-out losses, rounds to bfloat16 and saves the target."""
+    """Trains the indexers, rounds to bfloat16, saves the target, compares dense and sparse losses."""
     sizes, config = run.sizes, run.target_config()
     graphdef, params = modules.new_target(config, sizes.seed)
     params = schedule.load_tree(run.work / "target.npz", params)
     train, heldout = np.load(run.work / "train.npy"), np.load(run.work / "heldout.npy")
     clock = run.clock("indexer")
     batches = modules.windows(train, sizes.target_context, sizes.indexer_batch, sizes.seed + 2)
-    params = indexer.train(sizes, graphdef, params, batches, clock, run.log)
+    params = indexer.train(sizes, graphdef, params, batches, clock, run.log, step=run.compiled("indexer"))
 
     tuning = run.clock("sparse")
     if tuning.seconds > 0:
@@ -155,18 +170,30 @@ def run_indexer(run: Run) -> None:
             sparse=True,
             peak=sizes.sparse_learning_rate,
             stage="sparse",
+            chunk=run.compiled("sparse"),
         )
     params = modules.round_to_bfloat16(params)
     models.save_target(models.Target(config, graphdef, params), run.work / "target")
 
-    measure = functools.partial(target.heldout_loss, params=params, tokens=heldout, batch=sizes.indexer_batch)
-    losses = {}
-    for length in sorted({sizes.target_context, max(sizes.target_context // 4, 2 * sizes.index_topk)}):
-        losses[f"dense_{length}"] = measure(graphdef, length=length, sparse=False)
-        for topk in (sizes.index_topk // 2, sizes.index_topk, sizes.index_topk * 2):
-            if topk < length:
-                changed, _ = modules.abstract_target(dataclasses.replace(config, index_topk=topk))
-                losses[f"top{topk}_{length}"] = measure(changed, length=length, sparse=True)
+    # Measured with the weights as saved; layers in a loop, because every variant is compiled for a few
+    # batches only.
+    loaded = models.load_target(run.work / "target", dtype="float32")
+    compute = modules.to_compute(loaded.params)
+    short = max(sizes.target_context // 4, 2 * sizes.index_topk)
+    variants = [("dense", None, sizes.target_context), ("dense", None, short)]
+    variants += [(f"top{k}", k, n) for n, k in sizes.sparse_checks]
+
+    def measure(variant: tuple[str, int | None, int]) -> float:
+        _, topk, length = variant
+        changed = loaded.config if topk is None else dataclasses.replace(loaded.config, index_topk=topk)
+        changed_graphdef, _ = modules.abstract_target(changed, scan=True)
+        evaluate = target.make_evaluate(changed_graphdef, sparse=topk is not None)
+        return target.heldout_loss(evaluate, compute, heldout, length=length, batch=sizes.indexer_batch)
+
+    # In threads: compiling takes longer than measuring.
+    with ThreadPoolExecutor(len(variants)) as pool:
+        values = list(pool.map(measure, variants))
+    losses = {f"{name}_{length}": value for (name, _, length), value in zip(variants, values, strict=True)}
     run.log("indexer", summary=True, seconds=clock.elapsed, sparse_seconds=tuning.elapsed, **losses)
 
 
@@ -178,7 +205,15 @@ def run_own_text(run: Run) -> None:
     ends_line = np.resize(ends_line, loaded.config.vocab_size)
     clock = run.clock("own_text")
     texts, heldout = own_text.write_texts(
-        run.sizes, loaded.graphdef, loaded.params, train, ends_line, run.prompts(), clock, run.log
+        run.sizes,
+        loaded.graphdef,
+        loaded.params,
+        train,
+        ends_line,
+        run.prompts(),
+        clock,
+        run.log,
+        compiled=lambda length: run.compiled(f"writer{length}"),
     )
     np.savez(run.work / "own_text.npz", **texts)
     np.save(run.work / "heldout_text.npy", heldout)
@@ -191,14 +226,11 @@ def run_drafter(run: Run) -> None:
     sizes, loaded, config = run.sizes, run.load_target(), run.drafter_config()
     graphdef, params = modules.new_drafter(config, sizes.seed + 8, loaded.config.hidden_size)
     texts = dict(np.load(run.work / "own_text.npz"))
+    span = {"prompt_length": sizes.prompt_tokens, "new_tokens": sizes.reference_tokens}
+    scorer = run.compiled("check") or simulate.make_scorer(loaded.graphdef, graphdef, budgets=(), **span)
+    heldout = np.load(run.work / "heldout_text.npy")[:64]
     check = simulate.make_check(
-        loaded.graphdef,
-        loaded.params,
-        graphdef,
-        np.load(run.work / "heldout_text.npy")[:64],
-        prompt_length=sizes.prompt_tokens,
-        new_tokens=sizes.reference_tokens,
-        end_ids=[run.end_id],
+        scorer, loaded.params, heldout, end_ids=[run.end_id], batch=sizes.check_batch, **span
     )
     clock = run.clock("drafter")
     params = drafter.train(
@@ -213,6 +245,7 @@ def run_drafter(run: Run) -> None:
         check=check,
         check_every=min(60.0, clock.seconds / 2),
         checkpoint=run.work / "drafter.npz",
+        chunk=run.compiled("drafter"),
     )
     params = modules.round_to_bfloat16(params)
     models.save_drafter(models.Drafter(config, graphdef, params), loaded, run.work / "drafter")
@@ -224,22 +257,18 @@ def run_evaluate(run: Run) -> None:
     sizes, loaded = run.sizes, run.load_target()
     drafted = models.load_drafter(run.work / "drafter", loaded, dtype="float32")
     texts = np.load(run.work / "heldout_text.npy")
-    cast = jax.jit(functools.partial(modules.cast, dtype=modules.compute_dtype()))
-    scorer = simulate.make_scorer(
-        loaded.graphdef,
-        drafted.graphdef,
-        prompt_length=sizes.prompt_tokens,
-        new_tokens=sizes.reference_tokens,
-        budgets=sizes.tree_budgets,
+    span = {"prompt_length": sizes.prompt_tokens, "new_tokens": sizes.reference_tokens}
+    scorer = run.compiled("evaluate") or simulate.make_scorer(
+        loaded.graphdef, drafted.graphdef, budgets=sizes.tree_budgets, **span
     )
     rounds = simulate.simulate(
         scorer,
-        cast(loaded.params),
-        cast(drafted.params),
+        modules.to_compute(loaded.params),
+        modules.to_compute(drafted.params),
         texts,
-        prompt_length=sizes.prompt_tokens,
-        new_tokens=sizes.reference_tokens,
         end_ids=[run.end_id],
+        batch=sizes.evaluate_batch,
+        **span,
     )
     acceptance = {name: simulate.summary(values) for name, values in rounds.items()}
     tokenizer = tokenizers.Tokenizer.from_file(str(run.work / "tokenizer.json"))
@@ -292,7 +321,9 @@ def run_export(run: Run) -> None:
         "draft_layers": draft_config.num_hidden_layers,
         "block": draft_config.block_size,
         "taps": ", ".join(map(str, draft_config.target_layer_ids)),
+        "device": [r["device"] for r in run.log.records() if r["stage"] == "start"][-1],
         "megabytes": facts["bytes"] / 1e6,
+        "heldout_share": sizes.heldout_per_mille / 10,
         "train_tokens": facts["train_tokens"] / 1e6,
         "copy_run": tokens.COPY_RUN,
         "package_table": export.package_table(facts["packages"]),
@@ -304,6 +335,39 @@ def run_export(run: Run) -> None:
     }
     (folder / "README.md").write_text(export.model_card(facts))
     run.log("export", summary=True, megabytes=export.folder_bytes(folder) / 1e6)
+
+
+def compilations(run: Run, stage: str) -> dict[str, Callable[[], Any]]:
+    """What a stage needs compiled, by name; each function works from shapes alone."""
+    sizes = run.sizes
+    if stage in ("data", "export"):
+        return {}
+    config, draft_config = run.target_config(), run.drafter_config()
+    span = {"prompt_length": sizes.prompt_tokens, "new_tokens": sizes.reference_tokens}
+    score = functools.partial(simulate.compile_scorer, config, draft_config, length=sizes.own_length, **span)
+    dtype = np.uint16 if config.vocab_size <= 1 << 16 else np.uint32
+    if stage == "target":
+        return {
+            "target": functools.partial(target.compile_chunk, sizes, config),
+            "heldout": functools.partial(target.compile_evaluate, sizes, config),
+        }
+    if stage == "indexer":
+        jobs = {"indexer": functools.partial(indexer.compile_step, sizes, config)}
+        if run.clock("sparse").seconds > 0:
+            jobs["sparse"] = functools.partial(target.compile_chunk, sizes, config, sparse=True)
+        return jobs
+    if stage == "own_text":
+        lengths = {sizes.prompt_tokens, *sizes.own_prompt_lengths}
+        return {
+            f"writer{n}": functools.partial(own_text.compile_writer, sizes, config, n)
+            for n in sorted(lengths)
+        }
+    if stage == "drafter":
+        return {
+            "drafter": functools.partial(drafter.compile_chunk, sizes, config, draft_config, dtype),
+            "check": functools.partial(score, batch=sizes.check_batch, budgets=()),
+        }
+    return {"evaluate": functools.partial(score, batch=sizes.evaluate_batch, budgets=sizes.tree_budgets)}
 
 
 STAGES: dict[str, Callable[[Run], None]] = {

@@ -39,7 +39,7 @@ def optimiser() -> optax.GradientTransformation:
 
 
 def run_target(graphdef: nnx.GraphDef, params: Any, inputs: jax.Array, *, sparse: bool) -> tuple[Glm5, Any]:
-    """One causal pass over full sequences int32[B, T]; parameters in the compute dtype. Returns (model, BlockOutput)."""
+    """One causal pass over int32[B, T] with parameters in the compute dtype: (model, BlockOutput)."""
     model = nnx.merge(graphdef, params)
     batch, length = inputs.shape
     positions, mask = modules.causal_inputs(batch, length)
@@ -98,8 +98,8 @@ def balance(config: Glm5Config, graphdef: nnx.GraphDef, params: Any, load: jax.A
 def make_chunk(config: Glm5Config, graphdef: nnx.GraphDef, *, sparse: bool = False) -> Any:
     """The jitted function of several training steps.
 
-    Its arguments are (params, state, tokens [K, B, T + 1], rates float32[K], balance_rate float32[]); it donates the
-    first two and returns (params, state, metrics).
+    Its arguments are (params, state, tokens [K, B, T + 1], rates float32[K], balance_rate float32[]); it
+    donates the first two and returns (params, state, metrics).
     """
     chain = optimiser()
     dtype = modules.compute_dtype()
@@ -132,47 +132,53 @@ def make_chunk(config: Glm5Config, graphdef: nnx.GraphDef, *, sparse: bool = Fal
     return chunk
 
 
-def compile_ahead(sizes: DemoSizes, config: Glm5Config) -> Any:
-    """The compiled chunk of `make_chunk`, from shapes alone: it can run in a thread while the data is prepared."""
+def compile_chunk(sizes: DemoSizes, config: Glm5Config, *, sparse: bool = False) -> Any:
+    """The compiled chunk of `make_chunk`, from shapes alone."""
     graphdef, params = modules.abstract_target(config)
     state = jax.eval_shape(optimiser().init, params)
     steps = sizes.chunk_steps
-    shape = (steps, sizes.target_batch, sizes.target_context + 1)
-    return (
-        make_chunk(config, graphdef)
-        .lower(
-            params,
-            state,
-            jax.ShapeDtypeStruct(shape, np.uint16),
-            jax.ShapeDtypeStruct((steps,), np.float32),
-            jax.ShapeDtypeStruct((), np.float32),
-        )
-        .compile()
-    )
+    batch = sizes.sparse_batch if sparse else sizes.target_batch
+    tokens = jax.ShapeDtypeStruct((steps, batch, sizes.target_context + 1), np.uint16)
+    rates, rate = jax.ShapeDtypeStruct((steps,), np.float32), jax.ShapeDtypeStruct((), np.float32)
+    return make_chunk(config, graphdef, sparse=sparse).lower(params, state, tokens, rates, rate).compile()
 
 
-def heldout_loss(
-    graphdef: nnx.GraphDef,
-    params: Any,
-    tokens: np.ndarray,
-    *,
-    length: int,
-    batch: int,
-    sparse: bool,
-    max_batches: int = 16,
-) -> float:
-    """Mean next-token loss in nats on consecutive windows of `length`, in the compute dtype."""
-    dtype = modules.compute_dtype()
+def make_evaluate(graphdef: nnx.GraphDef, *, sparse: bool) -> Any:
+    """A jitted function (params in the compute dtype, tokens int32[B, T + 1]) -> mean loss float32[]."""
 
     @jax.jit
     def evaluate(params: Any, tokens: jax.Array) -> jax.Array:
         return jnp.mean(next_token_losses(graphdef, params, tokens, sparse=sparse)[0])
 
-    compute = jax.jit(functools.partial(modules.cast, dtype=dtype))(params)
+    return evaluate
+
+
+def compile_evaluate(sizes: DemoSizes, config: Glm5Config) -> Any:
+    """`make_evaluate` of the dense target, compiled from shapes."""
+    graphdef, params = modules.abstract_target(config, compute=True)
+    tokens = jax.ShapeDtypeStruct((sizes.indexer_batch, sizes.target_context + 1), np.int32)
+    return make_evaluate(graphdef, sparse=False).lower(params, tokens).compile()
+
+
+def heldout_loss(
+    evaluate: Any, params: Any, tokens: np.ndarray, *, length: int, batch: int, max_batches: int = 16
+) -> float:
+    """Mean next-token loss in nats on consecutive windows of `length`.
+
+    Args:
+      evaluate: of `make_evaluate`.
+      params: in the compute dtype.
+      tokens: held-out tokens.
+      length: of a window.
+      batch: windows at a time.
+      max_batches: limit.
+    """
     count = min(max_batches * batch, (len(tokens) - 1) // length)
-    batch = min(batch, count)
+    if count == 0:
+        raise ValueError(f"held-out text of {len(tokens)} tokens is shorter than one window of {length}")
     pieces = np.stack([tokens[i * length : i * length + length + 1] for i in range(count)]).astype(np.int32)
-    values = [evaluate(compute, pieces[i : i + batch]) for i in range(0, count - batch + 1, batch)]
+    pieces = np.resize(pieces, (-(-count // batch) * batch, length + 1))
+    values = [evaluate(params, pieces[i : i + batch]) for i in range(0, len(pieces), batch)]
     return float(np.mean(jax.device_get(values)))
 
 
@@ -205,7 +211,7 @@ def train(
       peak: learning rate; the sizes' own by default.
       checkpoint: .npz that is written now and then.
       stage: name in the log.
-      chunk: of `compile_ahead`.
+      chunk: of `compile_chunk`, or None.
 
     Returns:
       The trained float32 parameters.

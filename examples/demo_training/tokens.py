@@ -25,7 +25,7 @@ COPY_RUN = 48
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer: no normaliser, no prefix space, so decode(encode(text)) == text for any text."""
+    """A byte-level BPE tokenizer: no normaliser, no prefix space, so decode(encode(text)) == text."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -180,8 +180,8 @@ def heldout_prompts(
 ) -> list[HeldoutPrompt]:
     """Prompts drawn with a fixed seed from held-out files, at most two a file, each at the start of a line.
 
-    Left out: prompts whose text does not encode back to the same ids, and those whose prompt or continuation shares
-    a run of `COPY_RUN` tokens with the training text (near-copies of files cross the split otherwise).
+    Left out: prompts whose text does not encode back to the same ids, and those whose prompt or continuation
+    shares a run of `COPY_RUN` tokens with the training text (near-copies of files cross the split otherwise).
 
     Args:
       files: held-out files.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import ddtree_jax
@@ -102,6 +103,7 @@ def test_an_empty_prompt_is_refused(demo, capsys):
     assert "prompt" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_python_example_of_the_readme_runs(demo, capsys):
     readme = pathlib.Path(__file__).parents[2] / "README.md"
     (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -125,55 +127,59 @@ def test_bench_finds_every_output_identical(demo, capsys):
     assert all(row["tokens_per_second"] > 0 and row["outside_models_ms"] > 0 for row in report["rows"])
 
 
-def command(*argv: str, **changes) -> subprocess.Popen:
+def command(*argv: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "ddtree_jax", *argv],
         stdin=subprocess.PIPE,
-        stdout=changes.pop("stdout", subprocess.PIPE),
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        **changes,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        },
     )
 
 
 def test_a_process_of_its_own_reads_stdin_and_keeps_stderr_empty():
-    out, err = command("generate", "-", "--max-new-tokens", "8").communicate(PROMPT, timeout=240)
-    assert err == ""
+    with command("generate", "-", "--max-new-tokens", "8") as process:
+        out, err = process.communicate(PROMPT, timeout=240)
+    assert (process.returncode, err) == (0, "")
     assert out.splitlines()[-1].startswith("[ddtree budget 32] ")
 
 
 def test_a_folder_that_does_not_exist_is_one_line(tmp_path):
-    process = command("generate", "x", "--target", str(tmp_path / "nowhere"))
-    out, err = process.communicate(timeout=240)
+    with command("generate", "x", "--target", str(tmp_path / "nowhere")) as process:
+        out, err = process.communicate(timeout=240)
     assert (process.returncode, out, err.count("\n")) == (2, "", 1)
     assert "nowhere" in err
 
 
 @pytest.mark.slow
 def test_control_c_during_the_work_is_quiet():
-    process = command("generate", PROMPT, "--max-new-tokens", "400", "--stop-token-ids", "")
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=240)
+    with command("generate", PROMPT, "--max-new-tokens", "400", "--stop-token-ids", "") as process:
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=240)
     assert first and (process.returncode, err) == (130, "")
 
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_quiet():
-    process = command("generate", PROMPT, "--max-new-tokens", "400", "--stop-token-ids", "")
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.wait(timeout=240) == 141
-    assert process.stderr.read() == ""
-    process.stderr.close()
-    process.stdin.close()
+    with command("generate", PROMPT, "--max-new-tokens", "400", "--stop-token-ids", "") as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(timeout=240) == 141
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.slow
 def test_doctor_is_content_with_this_installation():
-    out, err = command("doctor", "--json").communicate(timeout=240)
+    with command("doctor", "--json") as process:
+        out, err = process.communicate(timeout=240)
     report = json.loads(out)
     assert report["healthy"], err
     assert {finding["name"]: finding["status"] for finding in report["findings"]}["demo pair"] == "ok"

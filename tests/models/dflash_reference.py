@@ -125,7 +125,7 @@ def drafter_config(**changes) -> dict:
         vocab_size=128,
         eos_token_id=[120, 125, 127],
         pad_token_id=120,
-        dflash_config=dict(block_size=6, mask_token_id=126, target_layer_ids=[1, 3, 4]),
+        dflash_config=dict(block_size=6, mask_token_id=126, target_layer_ids=[1, 2, 3]),
     )
     for key, value in changes.items():
         config[key] = (

@@ -9,6 +9,8 @@ import safetensors.numpy
 
 DATA = pathlib.Path(__file__).parents[1] / "golden" / "data"
 NAMES = ("mixed", "groups", "all_full", "index_share")
+# Taps of the test drafters; every golden model has these layers.
+LAYER_IDS = (1, 2, 3)
 # Float32 against float32 (or float64) at full matmul precision, logits of standard deviation 1.
 TOLERANCE = 5e-5
 # A fault must show at least this much, or the test that should catch it has no teeth.

@@ -2,6 +2,7 @@
 
 import functools
 
+import golden_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +11,11 @@ from flax import nnx
 from ddtree_jax.models.cache import gather_rows, write_rows
 
 STATIC = ("graphdef", "layer_ids", "absorbed")
+# Compilation is most of what these tests cost.
+FAST = {"xla_backend_optimization_level": 0}
 
 
-@functools.partial(jax.jit, static_argnames=STATIC)
+@functools.partial(jax.jit, static_argnames=STATIC, compiler_options=FAST)
 def forward(graphdef, params, token_ids, positions, block_mask, cache, *, layer_ids=(), absorbed=False):
     model = nnx.merge(graphdef, params)
     output = model(token_ids, positions, block_mask, cache, layer_ids=layer_ids, absorbed=absorbed)
@@ -28,11 +31,14 @@ append = jax.jit(write_rows)
 
 
 class Session:
-    """One batch over one cache; every call takes numpy and returns numpy logits."""
+    """One batch over one cache; every call takes numpy and returns numpy logits.
 
-    def __init__(self, target, batch, capacity, *, absorbed=False, layer_ids=(), forward=forward):
+    `absorbed` is the form of the latent attention in trees and single steps; prefill is expanded.
+    """
+
+    def __init__(self, target, batch, capacity, *, absorbed=False, forward=forward):
         self.graphdef, self.params, self.forward = target.graphdef, target.params, forward
-        self.options = dict(absorbed=absorbed, layer_ids=tuple(layer_ids))
+        self.absorbed = absorbed
         self.cache = nnx.merge(self.graphdef, self.params).empty_cache(batch, capacity)
         self.output = None
 
@@ -40,10 +46,12 @@ class Session:
     def lengths(self):
         return np.asarray(self.cache.lengths)
 
-    def run(self, token_ids, positions, mask):
+    def run(self, token_ids, positions, mask, *, absorbed=None):
         """One forward pass, nothing committed: logits [B, T, V]; `self.output` keeps rows and features."""
         arguments = (jnp.asarray(x, t) for x, t in ((token_ids, "int32"), (positions, "int32"), (mask, bool)))
-        logits, self.output = self.forward(self.graphdef, self.params, *arguments, self.cache, **self.options)
+        absorbed = self.absorbed if absorbed is None else absorbed
+        options = dict(layer_ids=golden_models.LAYER_IDS, absorbed=absorbed)
+        logits, self.output = self.forward(self.graphdef, self.params, *arguments, self.cache, **options)
         return np.asarray(logits)
 
     def extend(self, token_ids, counts=None):
@@ -51,7 +59,7 @@ class Session:
         batch, length = np.shape(token_ids)
         positions = self.lengths[:, None] + np.arange(length)
         mask = np.broadcast_to(np.tril(np.ones((length, length), bool)), (batch, length, length))
-        logits = self.run(token_ids, positions, mask)
+        logits = self.run(token_ids, positions, mask, absorbed=self.absorbed and length == 1)
         counts = np.full(batch, length) if counts is None else counts
         self.cache = append(self.cache, self.output.rows, jnp.asarray(counts, jnp.int32))
         return logits
@@ -68,12 +76,12 @@ class Session:
         self.cache = commit(self.cache, self.output.rows, *arguments)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
+@functools.partial(jax.jit, static_argnames=("graphdef",), compiler_options=FAST)
 def context_rows(graphdef, params, features, positions):
     return nnx.merge(graphdef, params).context_rows(features, positions)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "target_graphdef"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "target_graphdef"), compiler_options=FAST)
 def draft(graphdef, params, target_graphdef, target_params, cache, block_ids):
     drafter, target = nnx.merge(graphdef, params), nnx.merge(target_graphdef, target_params)
     hidden = drafter.draft(cache, target.embed_tokens(block_ids))

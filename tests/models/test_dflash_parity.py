@@ -26,7 +26,7 @@ VARIANTS = {
         dflash_config=dict(input_embedding_scale=1.7, output_multiplier=0.8, final_logit_softcapping=1.3)
     ),
     "old_rope_key": dict(rope_parameters=None, rope_theta=500.0),
-    "taps_out_of_order": dict(dflash_config=dict(target_layer_ids=[4, 0, 5])),
+    "taps_out_of_order": dict(dflash_config=dict(target_layer_ids=[5, 0, 3])),
 }
 
 
@@ -113,8 +113,8 @@ CONFIG_FAULTS = {
     "window_off_by_one": (VARIANTS["sliding"], dict(VARIANTS["sliding"], sliding_window=6)),
     "window_ignored": (VARIANTS["sliding"], dict(VARIANTS["sliding"], layer_types=["full_attention"] * 2)),
     "mask_id_is_pad": ({}, dict(dflash_config=dict(mask_token_id=120))),
-    "tap_before_the_layer": ({}, dict(dflash_config=dict(target_layer_ids=[0, 2, 3]))),
-    "taps_in_another_order": ({}, dict(dflash_config=dict(target_layer_ids=[4, 3, 1]))),
+    "tap_before_the_layer": ({}, dict(dflash_config=dict(target_layer_ids=[0, 1, 2]))),
+    "taps_in_another_order": ({}, dict(dflash_config=dict(target_layer_ids=[3, 2, 1]))),
 }
 
 

@@ -1,6 +1,7 @@
 """build_tree against the plain best-first heap, exactly, for every formulation."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -23,7 +24,9 @@ from ddtree_jax.tree import (
 
 
 def build_and_candidates(logits, roots, **kwargs):
-    """The tree, and the candidates as the same program computed them: a logsumexp may round apart in another one."""
+    """The tree, and the candidates as the same program computed them: a logsumexp may round apart in another
+    one.
+    """
 
     @jax.jit
     def both(logits, roots):
@@ -33,7 +36,8 @@ def build_and_candidates(logits, roots, **kwargs):
     return both(logits, roots)
 
 
-# (L, V, top_k, budget): square, deep, V < budget, fewer reachable than budget, K < budget, one row, one candidate.
+# (L, V, top_k, budget): square, deep, V < budget, fewer reachable than budget, K < budget, one row, one
+# candidate.
 SHAPES = [
     (6, 20, None, 16),
     (15, 40, None, 32),
@@ -76,7 +80,10 @@ def test_large_budgets_equal_plain_heap(budget, formulation):
 
 
 def test_budget_1024_on_this_backend():
-    logits, roots = tree_cases.logits_batch(seed=5, per_kind=1, depth=15, vocab=1100)[:2], np.zeros(2, np.int32)
+    logits, roots = (
+        tree_cases.logits_batch(seed=5, per_kind=1, depth=15, vocab=1100)[:2],
+        np.zeros(2, np.int32),
+    )
     tree, best = build_and_candidates(logits, roots, budget=1024)
     tree_cases.assert_trees_equal(tree, tree_cases.heap_trees(*best, roots, 1024))
 
@@ -114,15 +121,16 @@ def test_a_prefix_of_a_larger_tree_is_the_smaller_tree():
 
 def test_surrogate_is_not_beaten_by_other_prefix_sets():
     """Optimality by enumeration: no set of 4 prefixes has a larger sum of path probabilities."""
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        logits = rng.normal(size=(1, 3, 3)).astype(np.float32)
-        tree = build_tree(logits, np.zeros(1, np.int32), budget=4)
-        q = np.exp(logits[0] - np.log(np.exp(logits[0]).sum(-1, keepdims=True)))
-        every = [np.prod([q[d, t] for d, t in enumerate(np.unravel_index(i, (3,) * n))]) for n in (1, 2, 3)
-                 for i in range(3**n)]
-        best = np.sort(every)[::-1][:4].sum()
-        np.testing.assert_allclose(np.exp(np.asarray(tree.log_probs)[0, 1:]).sum(), best, rtol=1e-5)
+    logits = np.random.default_rng(0).normal(size=(20, 3, 3)).astype(np.float32)
+    tree = build_tree(logits, np.zeros(20, np.int32), budget=4)
+    for row, log_probs in zip(logits, np.asarray(tree.log_probs), strict=True):
+        q = np.exp(row) / np.exp(row).sum(-1, keepdims=True)
+        every = [
+            np.prod(q[range(n), tokens])
+            for n in (1, 2, 3)
+            for tokens in itertools.product(range(3), repeat=n)
+        ]
+        np.testing.assert_allclose(np.exp(log_probs[1:]).sum(), np.sort(every)[-4:].sum(), rtol=1e-5)
 
 
 def test_chain_is_argmax_chain():
@@ -147,13 +155,16 @@ def test_overflowing_scores_end_the_tree():
     logits = np.full((1, 3, 2), -3e38, np.float32)
     logits[:, :, 0] = [[0.0, 0.0, 0.0]]
     tree = build_tree(logits, np.zeros(1, np.int32), budget=12)
-    assert int(tree.num_nodes[0]) == 1 + 6  # prefixes with at most one -3e38 step: 1+1, 1+2, 1+3, less duplicates
+    # A depth-d prefix survives with at most one -3e38 step: d + 1 of them.
+    assert int(tree.num_nodes[0]) == 1 + 2 + 3 + 4
     assert np.isfinite(np.asarray(tree.log_probs)[0, : int(tree.num_nodes[0])]).all()
 
 
 def test_float16_and_float64_inputs_rank_as_float32():
     logits = tree_cases.logits_batch(seed=4, per_kind=1, depth=3, vocab=8)[:1].astype(np.float16)
-    wide, narrow = (build_tree(logits.astype(d), np.zeros(1, np.int64), budget=8) for d in (np.float64, np.float16))
+    wide, narrow = (
+        build_tree(logits.astype(d), np.zeros(1, np.int64), budget=8) for d in (np.float64, np.float16)
+    )
     chex.assert_trees_all_equal(wide, narrow)
     chex.assert_type([wide.token_ids, wide.parents, wide.depths, wide.num_nodes], jnp.int32)
     chex.assert_type(wide.log_probs, jnp.float32)
@@ -161,7 +172,9 @@ def test_float16_and_float64_inputs_rank_as_float32():
 
 def test_shapes_for_every_degenerate_size():
     for depth, vocab, budget in ((0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0), (2, 1, 5)):
-        tree = build_tree(np.zeros((2, depth, vocab), np.float32), np.asarray([3, 4], np.int32), budget=budget)
+        tree = build_tree(
+            np.zeros((2, depth, vocab), np.float32), np.asarray([3, 4], np.int32), budget=budget
+        )
         assert tree.token_ids.shape == (2, budget + 1)
         np.testing.assert_array_equal(tree.token_ids[:, 0], [3, 4])
         expected = 1 + (min(depth, budget) if vocab else 0)
@@ -205,8 +218,8 @@ def test_wrong_array_is_named_at_trace_time(logits, roots, name):
 
 def test_default_formulation_is_one_that_can_do_the_size():
     for backend in ("cpu", "gpu", "tpu"):
-        for budget in (1, 16, 64, 128, 129, 1024):
-            for depth in (1, 7, 15, 31):
+        for budget in (1, 16, 128, 129, 1024):
+            for depth in (1, 31):
                 choice = default_formulation(budget, depth, budget, backend=backend)
                 assert choice in FORMULATIONS
                 if choice == "static_universe":
@@ -241,10 +254,13 @@ def test_clean_under_strict_promotion_and_debug_nans(formulation):
 
 
 def test_one_trace_per_shape():
-    build = jax.jit(chex.assert_max_traces(functools.partial(build_tree, budget=5), n=1))
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def build(logits, roots):
+        return build_tree(logits, roots, budget=5)
+
     for seed in range(3):
         build(tree_cases.logits_batch(seed, 1, 3, 6), jnp.zeros((len(tree_cases.KINDS),), jnp.int32))
-    chex.clear_trace_counter()
 
 
 def test_candidates_entry_checks_its_arguments():

@@ -1,8 +1,8 @@
 """A toy target and drafter without a transformer: logits are a hash of every visible (token, position).
 
-The cache really stores the committed tokens and positions, slot by slot, and a node's logits depend on all of them and on
-exactly the tree nodes that its mask row shows. So a wrong commit, mask, position or length changes the next logits. The
-hash is an int32 sum: the same bits in any order, width and batch.
+The cache really stores the committed tokens and positions, slot by slot, and a node's logits depend on all of
+them and on exactly the tree nodes that its mask row shows. So a wrong commit, mask, position or length
+changes the next logits. The hash is an int32 sum: the same bits in any order, width and batch.
 """
 
 import dataclasses
@@ -83,7 +83,9 @@ def append(cache, rows, counts):
     index = jnp.arange(width, dtype=jnp.int32)[None, :]
     capacity = cache["rows"]["token"].shape[1]
     slots = jnp.where(index < counts[:, None], cache["lengths"][:, None] + index, capacity)
-    written = jax.tree.map(lambda buffer, new: buffer.at[batch, slots].set(new, mode="drop"), cache["rows"], rows)
+    written = jax.tree.map(
+        lambda buffer, new: buffer.at[batch, slots].set(new, mode="drop"), cache["rows"], rows
+    )
     return {"rows": written, "lengths": cache["lengths"] + counts}
 
 
@@ -135,7 +137,9 @@ def round_step(state, params, stop_token_ids, *, toy, algorithm, budget, mode):
     return speculative_round(state, fns, stop_token_ids, max_depth=max_depth)
 
 
-def prefill(toy: Toy, prompts, params, mode: str, max_new_tokens, stop_token_ids, capacity: int) -> RoundState:
+def prefill(
+    toy: Toy, prompts, params, mode: str, max_new_tokens, stop_token_ids, capacity: int
+) -> RoundState:
     """Commits the prompts and chooses each sequence's first token (output index 0), on the host."""
     batch, longest = len(prompts), max(len(p) for p in prompts)
     tokens = jnp.asarray([list(p) + [0] * (longest - len(p)) for p in prompts], jnp.int32)
@@ -173,15 +177,15 @@ def generate(
     """Runs rounds until all sequences finish: (token lists, acceptance lengths per sequence, final state)."""
     params = sampling.SamplingParams.create(len(prompts)) if params is None else params
     state = prefill(toy, prompts, params, mode, max_new_tokens, stop_token_ids, capacity)
-    outputs = [[int(t)] for t in np.asarray(state.root_token_ids)]
+    outputs = [[t] for t in np.asarray(state.root_token_ids).tolist()]
     accepted: list[list[int]] = [[] for _ in prompts]
     stops = jnp.asarray(list(stop_token_ids), jnp.int32)
     while not bool(np.all(state.finished)):
         state, out = round_step(state, params, stops, toy=toy, algorithm=algorithm, budget=budget, mode=mode)
-        for b, count in enumerate(np.asarray(out.counts)):
-            outputs[b].extend(int(t) for t in np.asarray(out.token_ids)[b, :count])
-            if int(out.acceptance_lengths[b]):
-                accepted[b].append(int(out.acceptance_lengths[b]))
+        tokens, counts, lengths = jax.device_get((out.token_ids, out.counts, out.acceptance_lengths))
+        for b, count in enumerate(counts.tolist()):
+            outputs[b].extend(tokens[b, :count].tolist())
+            accepted[b].extend(lengths[b : b + 1][lengths[b : b + 1] > 0].tolist())
     return outputs, accepted, state
 
 
