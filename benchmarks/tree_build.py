@@ -61,7 +61,7 @@ def median_call_us(fn, *args, repeats: int) -> float:
 
 
 def median_loop_us(fn, values, *rest, repeats: int, few: int = 5, many: int = 45) -> float:
-    """Time of one trip of a device loop around `fn(values, *rest)`, from the slope between two trip counts."""
+    """Time of one trip of a device loop around `fn(values, *rest)`, by the slope between two trip counts."""
 
     @functools.partial(jax.jit, static_argnames="trips")
     def loop(values, *rest, trips):
@@ -99,7 +99,8 @@ def main() -> None:
     numbers: dict[str, dict[str, float]] = {"build": {}, "round": {}, "vocab_topk": {}}
     kind = "in a device loop" if in_loop else "per call"
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: microseconds {kind}, median of {args.repeats}"
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: "
+        f"microseconds {kind}, median of {args.repeats}"
     )
 
     rows = []

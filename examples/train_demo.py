@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 ALL_STAGES = ("data", "target", "indexer", "own_text", "drafter", "evaluate", "export")
 DEFAULT_SECONDS = {"target": 270.0, "indexer": 45.0, "sparse": 0.0, "own_text": 60.0, "drafter": 300.0}
 # Compilation, evaluation and saving of one stage, for `--deadline`.
-OVERHEAD_SECONDS = {"target": 20, "indexer": 60, "own_text": 40, "drafter": 60, "evaluate": 40, "export": 5}
+OVERHEAD_SECONDS = {"target": 20, "indexer": 40, "own_text": 20, "drafter": 30, "evaluate": 30, "export": 5}
 CLOCKS = {"indexer": ("indexer", "sparse")}
 
 

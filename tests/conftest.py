@@ -25,8 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_threefry_partitionable", True)
     if hasattr(config, "cache"):
-        # Most of a run is compilation: with the programs of the run before, the end-to-end tests take a third of
-        # the time. A program is found by its whole text and the version of XLA, so nothing stale is ever run.
+        # Most of a run is compilation: with the programs of the run before, end-to-end tests take a third of
+        # the time. A program is found by its whole text and the version of XLA: nothing stale is ever run.
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax-programs")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

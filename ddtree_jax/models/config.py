@@ -296,7 +296,8 @@ class DFlashConfig:
         taps = v.get("target_layer_ids")
         ok = isinstance(taps, (list, tuple)) and len(taps) > 0
         ok = ok and all(isinstance(k, int) and not isinstance(k, bool) and k >= 0 for k in taps)
-        _require(ok, "dflash_config.target_layer_ids", taps, "a list of 0-based target layers; it has no default")
+        ok = ok and len(set(taps)) == len(taps)
+        _require(ok, "dflash_config.target_layer_ids", taps, "distinct 0-based target layers; it has no default")
         for key, allowed in {"hidden_act": "silu", "attention_bias": False}.items():
             found = v.get(key)
             _require(found is None or found == allowed, key, found, f"{allowed!r}")

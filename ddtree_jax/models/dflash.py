@@ -35,7 +35,7 @@ class DraftAttention(nnx.Module):
         """x: [B, M, D] (projected features of context tokens, or normed block rows). Leaves [B, M, Hkv * hd], k rotated."""
         k = self.k_norm(self.k(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim))
         k = rope_half_split(k, cos[:, :, None], sin[:, :, None])
-        return {"k": k.reshape(*x.shape[:2], -1), "v": self.v(x)}
+        return {"k": k.reshape(*x.shape[:2], self.kv_heads * self.head_dim), "v": self.v(x)}
 
     def __call__(
         self, x: jax.Array, context: dict[str, jax.Array], mask: jax.Array, cos: jax.Array, sin: jax.Array

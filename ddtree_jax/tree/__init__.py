@@ -1,4 +1,4 @@
-"""Draft trees: build, mask, accept, commit and the round that joins them. Pure functions, no model in sight."""
+"""Draft trees: build, mask, accept, commit, and the round that joins them. Pure functions, no model."""
 
 from ddtree_jax.tree.accept import accept
 from ddtree_jax.tree.base import NO_NODE, NO_PARENT, AcceptedPath, DraftTree

@@ -12,11 +12,14 @@ from ddtree_jax.tree.base import NO_PARENT, DraftTree
 
 FORMULATIONS = ("sequential_frontier", "level_merge", "static_universe")
 
-# Microseconds per tree at L = 15 (benchmarks/tree_build.py), sequential_frontier / level_merge /
-# static_universe:
-# 2 CPU cores    16: 35 / 220 / 49        64: 133 / 654 / 488     256: 396 / 7591 / -     1024: 13555 / 22445
-# / -
-#   H200 in a loop 16: 226 / 238 / 15       64: 862 / 280 / 26      128: 1673 / 290 / 97    512: - / 429 / -
+# Microseconds per tree at L = 15 (benchmarks/tree_build.py):
+#                          budget:      16     64    128    256    512    1024
+#   2 CPU cores  sequential_frontier    22     39     98    420   1458    6115
+#                level_merge           158    906   2098   5351  13859   32565
+#                static_universe        34    325   2207      -      -       -
+#   H200, within sequential_frontier   244    888   1752   3626      -       -
+#   a program    level_merge           243    289    294    356    462    1415
+#                static_universe        24     31    102      -      -       -
 # A loop step is nearly free on a CPU and costs launches on a GPU, where only the number of steps counts.
 _MAX_STATIC_BUDGET = 128
 
@@ -205,8 +208,8 @@ def _pick(formulation: str, budget: int, depth: int, k: int) -> Callable[[jax.Ar
         and formulations.universe_size(budget, depth, k) > formulations.MAX_UNIVERSE
     ):
         raise ValueError(
-            f"formulation: 'static_universe' has more than {formulations.MAX_UNIVERSE} prefixes for budget {budget}, "
-            f"depth {depth} and {k} candidates; use 'sequential_frontier' or 'level_merge'."
+            f"formulation: 'static_universe' has over {formulations.MAX_UNIVERSE} prefixes for "
+            f"budget {budget}, depth {depth} and {k} candidates; use 'sequential_frontier' or 'level_merge'."
         )
     if k == 1:
         return functools.partial(formulations.chain, budget=budget)

@@ -130,11 +130,8 @@ def level_merge(log_probs: jax.Array, budget: int, *, by_counting: bool = False)
 
         candidate_scores = jnp.concatenate([nodes.scores, parent_scores + log_probs[d][child_ranks]])
         keys = jnp.concatenate([lexicographic * (k + 1), parent_lexicographic * (k + 1) + child_ranks + 1])
-        kept = (
-            _best_by_counting(candidate_scores, keys, budget)
-            if by_counting
-            else (_best_by_sorting(candidate_scores, keys, budget))
-        )
+        select = _best_by_counting if by_counting else _best_by_sorting
+        kept = select(candidate_scores, keys, budget)
 
         # A kept prefix has a kept parent, because the parent precedes it: its new place is always defined.
         new_place = jnp.zeros((budget + 1,), jnp.int32).at[kept].set(own, mode="drop")

@@ -70,7 +70,7 @@ def scores_non_increasing(tree: DraftTree) -> jax.Array:
 
 
 def padding_inert(tree: DraftTree) -> jax.Array:
-    """Padding slots are nobody's child and carry no score: parent NO_PARENT, depth 0, log-probability -inf."""
+    """Padding slots are nobody's child and have no score: parent NO_PARENT, depth 0, log-probability -inf."""
     inert = (tree.parents == NO_PARENT) & (tree.depths == 0) & (tree.log_probs == -jnp.inf)
     return _all(_is_valid(tree) | inert)
 

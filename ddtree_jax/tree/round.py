@@ -1,4 +1,4 @@
-"""One round of speculative decoding: draft, build, verify, accept, commit. The model functions are passed in."""
+"""One round of speculative decoding: draft, build, verify, accept, commit. Model functions are passed in."""
 
 import dataclasses
 from collections.abc import Callable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from .schedule import map_named
 
 # The router and its selection bias stay float32 in every copy of the weights.
 _FLOAT32_LEAVES = ("router", "router_bias")
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def on_gpu() -> bool:
@@ -46,7 +47,7 @@ def new_target(config: Glm5Config, seed: int, *, scan: bool = False) -> tuple[nn
         backward pass.
     """
     graphdef, _ = abstract_target(config, scan=scan)
-    build = functools.partial(Glm5, config, dtype=jnp.dtype(jnp.float32), scan=scan)
+    build = functools.partial(Glm5, config, dtype=_FLOAT32, scan=scan)
     return graphdef, jax.jit(lambda: nnx.split(build(rngs=nnx.Rngs(seed)))[1])()
 
 
@@ -54,24 +55,22 @@ def abstract_target(
     config: Glm5Config, *, compute: bool = False, scan: bool = False
 ) -> tuple[nnx.GraphDef, Any]:
     """The graph and the parameter shapes of `new_target`; `compute`: in the compute dtype."""
-    build = functools.partial(Glm5, config, dtype=jnp.dtype(jnp.float32), scan=scan)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
-    return graphdef, jax.eval_shape(
-        functools.partial(cast, dtype=compute_dtype()), params
-    ) if compute else params
+    return _abstract(functools.partial(Glm5, config, dtype=_FLOAT32, scan=scan), compute)
 
 
 def abstract_drafter(
     config: DFlashConfig, target_hidden_size: int, *, compute: bool = False
 ) -> tuple[nnx.GraphDef, Any]:
     """The graph and the parameter shapes of `new_drafter`, as `abstract_target`."""
-    build = functools.partial(
-        DFlash, config, dtype=jnp.dtype(jnp.float32), target_hidden_size=target_hidden_size
-    )
+    build = functools.partial(DFlash, config, dtype=_FLOAT32, target_hidden_size=target_hidden_size)
+    return _abstract(build, compute)
+
+
+def _abstract(build: Callable[..., nnx.Module], compute: bool) -> tuple[nnx.GraphDef, Any]:
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
-    return graphdef, jax.eval_shape(
-        functools.partial(cast, dtype=compute_dtype()), params
-    ) if compute else params
+    if compute:
+        params = jax.eval_shape(functools.partial(cast, dtype=compute_dtype()), params)
+    return graphdef, params
 
 
 def to_compute(params: Any) -> Any:
@@ -81,9 +80,9 @@ def to_compute(params: Any) -> Any:
 
 def new_drafter(config: DFlashConfig, seed: int, target_hidden_size: int) -> tuple[nnx.GraphDef, Any]:
     """A drafter with random float32 parameters, as a graph and its parameter tree."""
-    rngs = nnx.Rngs(seed)
-    drafter = DFlash(config, dtype=jnp.dtype(jnp.float32), rngs=rngs, target_hidden_size=target_hidden_size)
-    return nnx.split(drafter)
+    graphdef, _ = abstract_drafter(config, target_hidden_size)
+    build = functools.partial(DFlash, config, dtype=_FLOAT32, target_hidden_size=target_hidden_size)
+    return graphdef, jax.jit(lambda: nnx.split(build(rngs=nnx.Rngs(seed)))[1])()
 
 
 def cast(params: Any, dtype: jnp.dtype, *, keep: tuple[str, ...] = ()) -> Any:

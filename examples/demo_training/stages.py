@@ -118,7 +118,7 @@ def run_data(run: Run) -> None:
 def run_target(run: Run) -> None:
     """Trains the target densely and reports its held-out loss."""
     sizes, config = run.sizes, run.target_config()
-    graphdef, params = modules.new_target(config, sizes.seed)
+    graphdef, params = run.compiled("target_start") or modules.new_target(config, sizes.seed)
     train = np.load(run.work / "train.npy")
     batches = modules.windows(train, sizes.target_context + 1, sizes.target_batch, sizes.seed + 1)
     path = run.work / "target.npz"
@@ -134,6 +134,7 @@ def run_target(run: Run) -> None:
         checkpoint=path,
         chunk=run.compiled("target"),
     )
+    seconds = clock.elapsed
     schedule.save_tree(path, params)
     loss = target.heldout_loss(
         run.compiled("heldout") or target.make_evaluate(graphdef, sparse=False),
@@ -142,20 +143,20 @@ def run_target(run: Run) -> None:
         length=sizes.target_context,
         batch=sizes.indexer_batch,
     )
-    run.log("target", summary=True, seconds=clock.elapsed, heldout_loss=loss, perplexity=float(np.exp(loss)))
+    run.log("target", summary=True, seconds=seconds, heldout_loss=loss, perplexity=float(np.exp(loss)))
 
 
 def run_indexer(run: Run) -> None:
     """Trains the indexers, rounds to bfloat16, saves the target, compares dense and sparse losses."""
     sizes, config = run.sizes, run.target_config()
-    graphdef, params = modules.new_target(config, sizes.seed)
+    graphdef, params = modules.abstract_target(config)
     params = schedule.load_tree(run.work / "target.npz", params)
     train, heldout = np.load(run.work / "train.npy"), np.load(run.work / "heldout.npy")
     clock = run.clock("indexer")
     batches = modules.windows(train, sizes.target_context, sizes.indexer_batch, sizes.seed + 2)
     params = indexer.train(sizes, graphdef, params, batches, clock, run.log, step=run.compiled("indexer"))
 
-    tuning = run.clock("sparse")
+    seconds, tuning = clock.elapsed, run.clock("sparse")
     if tuning.seconds > 0:
         # A short fine-tune under the restriction lets the network make up for what the indexers leave out.
         batches = modules.windows(train, sizes.target_context + 1, sizes.sparse_batch, sizes.seed + 7)
@@ -172,6 +173,7 @@ def run_indexer(run: Run) -> None:
             stage="sparse",
             chunk=run.compiled("sparse"),
         )
+    sparse_seconds = tuning.elapsed
     params = modules.round_to_bfloat16(params)
     models.save_target(models.Target(config, graphdef, params), run.work / "target")
 
@@ -194,7 +196,7 @@ def run_indexer(run: Run) -> None:
     with ThreadPoolExecutor(len(variants)) as pool:
         values = list(pool.map(measure, variants))
     losses = {f"{name}_{length}": value for (name, _, length), value in zip(variants, values, strict=True)}
-    run.log("indexer", summary=True, seconds=clock.elapsed, sparse_seconds=tuning.elapsed, **losses)
+    run.log("indexer", summary=True, seconds=seconds, sparse_seconds=sparse_seconds, **losses)
 
 
 def run_own_text(run: Run) -> None:
@@ -224,7 +226,8 @@ def run_own_text(run: Run) -> None:
 def run_drafter(run: Run) -> None:
     """Trains the drafter on the target's own text."""
     sizes, loaded, config = run.sizes, run.load_target(), run.drafter_config()
-    graphdef, params = modules.new_drafter(config, sizes.seed + 8, loaded.config.hidden_size)
+    start = run.compiled("drafter_start")
+    graphdef, params = start or modules.new_drafter(config, sizes.seed + 8, loaded.config.hidden_size)
     texts = dict(np.load(run.work / "own_text.npz"))
     span = {"prompt_length": sizes.prompt_tokens, "new_tokens": sizes.reference_tokens}
     scorer = run.compiled("check") or simulate.make_scorer(loaded.graphdef, graphdef, budgets=(), **span)
@@ -247,9 +250,10 @@ def run_drafter(run: Run) -> None:
         checkpoint=run.work / "drafter.npz",
         chunk=run.compiled("drafter"),
     )
+    seconds = clock.elapsed
     params = modules.round_to_bfloat16(params)
     models.save_drafter(models.Drafter(config, graphdef, params), loaded, run.work / "drafter")
-    run.log("drafter", summary=True, seconds=clock.elapsed, **check(params))
+    run.log("drafter", summary=True, seconds=seconds, **check(params))
 
 
 def run_evaluate(run: Run) -> None:
@@ -338,7 +342,7 @@ def run_export(run: Run) -> None:
 
 
 def compilations(run: Run, stage: str) -> dict[str, Callable[[], Any]]:
-    """What a stage needs compiled, by name; each function works from shapes alone."""
+    """What a stage needs that takes long to compile, by name; each works from shapes alone."""
     sizes = run.sizes
     if stage in ("data", "export"):
         return {}
@@ -349,6 +353,7 @@ def compilations(run: Run, stage: str) -> dict[str, Callable[[], Any]]:
     if stage == "target":
         return {
             "target": functools.partial(target.compile_chunk, sizes, config),
+            "target_start": functools.partial(modules.new_target, config, sizes.seed),
             "heldout": functools.partial(target.compile_evaluate, sizes, config),
         }
     if stage == "indexer":
@@ -365,6 +370,9 @@ def compilations(run: Run, stage: str) -> dict[str, Callable[[], Any]]:
     if stage == "drafter":
         return {
             "drafter": functools.partial(drafter.compile_chunk, sizes, config, draft_config, dtype),
+            "drafter_start": functools.partial(
+                modules.new_drafter, draft_config, sizes.seed + 8, config.hidden_size
+            ),
             "check": functools.partial(score, batch=sizes.check_batch, budgets=()),
         }
     return {"evaluate": functools.partial(score, batch=sizes.evaluate_batch, budgets=sizes.tree_budgets)}

@@ -13,7 +13,11 @@ from ddtree_jax.bench import BenchSettings, run_bench
 
 # acceptance lengths 2, 3 and 6 over 3, 2 and 1 rounds (see FakeLibrary.generate)
 PROMPTS = ["p1", "p2", "p5", "p0"]
-STAGES = {"draft": 2.0, "build": 0.5, "verify": 3.0, "accept": 0.25, "commit": 0.25}
+STAGES = {
+    **{"draft": 1.0, "context": 1.0, "verify": 3.0},
+    **{"build": 0.25, "mask": 0.25, "accept": 0.25, "commit": 0.25},
+    **{"outside": 1.0, "round": 5.5},
+}
 
 
 @pytest.fixture
@@ -96,7 +100,8 @@ def test_the_table_and_json_agree(library, asked):
     assert "float32" in lines[0] and "3 held-out prompts" in lines[0] and "greedy" in lines[0]
     assert lines[-1] == "identical 3/3"
     row = next(line for line in lines if line.startswith("ddtree")).split()
-    assert row[:5] == ["ddtree", "8", "3.67", "3.00", "3.00"] and row[-3:] == ["1.00", "(17%)", "3/3"]
+    assert row[:5] == ["ddtree", "8", "3.67", "3.00", "3.00"]
+    assert row[-4:] == ["5.50", "1.00", "(17%)", "3/3"]
     values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert values["rows"][2]["acceptance_mean"] == report.rows[2].acceptance_mean
     assert values["rows"][2]["outside_models_ms"] == 1.0

@@ -72,12 +72,21 @@ def test_draft_logits_equal_those_of_the_reference(load_golden, reference_target
     assert largest_error(logits, expected) <= TOLERANCE
 
 
-def test_one_token_of_context(load_golden, reference_target, make_drafter):
+@pytest.mark.parametrize("num_context", [0, 1])
+def test_little_or_no_context(load_golden, reference_target, make_drafter, num_context):
     target, golden = load_golden("mixed")
     drafter, config, weights = make_drafter(target)
-    token_ids = golden["token_ids"][:, :2]
-    expected = np.stack([reference_logits(reference_target, config, weights, ids) for ids in token_ids])
-    assert largest_error(models.draft_logits(drafter, target, token_ids), expected) <= TOLERANCE
+    token_ids = golden["token_ids"][:, : num_context + 1]
+    logits = models.draft_logits(drafter, target, token_ids)
+    if num_context:
+        expected = [reference_logits(reference_target, config, weights, ids) for ids in token_ids]
+    else:
+        embed, head = (reference_target[0][name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+        weights = {name: value.astype(np.float64) for name, value in weights.items()}
+        expected = [
+            dflash_reference.draft_logits(config, weights, embed, head, [], ids[0]) for ids in token_ids
+        ]
+    assert largest_error(logits, np.stack(expected)) <= TOLERANCE
 
 
 def test_incremental_context_equals_the_whole_context(load_golden, make_drafter):

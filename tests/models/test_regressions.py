@@ -173,7 +173,8 @@ def test_regression_a7_another_vocabulary_is_refused_and_a_mask_in_the_padding_i
     assert models.draft_logits(drafter, target, golden["token_ids"]).shape == (2, 5, 128)
 
 
-@pytest.mark.parametrize("mask_token_id", [None, 128, -1, "126"])
+# 120 is the target's pad and 127 another of its end tokens.
+@pytest.mark.parametrize("mask_token_id", [None, 128, -1, "126", 120, 127])
 def test_regression_a9_a_missing_or_impossible_mask_id_is_an_error(mixed, make_drafter, mask_token_id):
     with pytest.raises(CheckpointError, match="mask_token_id"):
         make_drafter(mixed[0], dflash_config=dict(mask_token_id=mask_token_id))

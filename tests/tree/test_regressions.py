@@ -1,4 +1,4 @@
-"""Faults that tree drafters had elsewhere, one test each: the input that triggered it, and the right result."""
+"""Faults that tree drafters had elsewhere, one test each: the triggering input and the right result."""
 
 import dataclasses
 import functools
@@ -318,7 +318,7 @@ def test_regression_d50_deterministic_siblings_are_unbiased():
 
 
 def test_regression_d51_noise_is_independent_of_the_draft_and_of_other_tokens():
-    """The tree does not depend on the key; two sequences, and two output indices of one, draw independently."""
+    """Two sequences, and two output indices of one, draw independently, whatever tree they are drawn in."""
     params = seeds(20_000, temperature=1.0)
     logits = jnp.zeros((20_000, 2, 3))
     depths = jnp.asarray([[0, 1]] * 20_000, jnp.int32)
