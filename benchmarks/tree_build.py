@@ -36,9 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budgets", default="4,16,32,64,128,256,512,1024")
     parser.add_argument("--widths", default="16,32,64", help="K of the vocabulary top-k")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--max-sequential", type=int, default=1024, help="largest budget of the sequential frontier"
-    )
+    parser.add_argument("--max-sequential", type=int, default=1024, help="largest budget of the sequential frontier")
     parser.add_argument("--loop", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--json", help="also write the numbers here")
     return parser.parse_args()
@@ -68,10 +66,7 @@ def median_loop_us(fn, values, *rest, repeats: int, few: int = 5, many: int = 45
         def trip(_, carry):
             # The carry makes every trip depend on the one before; it stays 0.
             leaves = jax.tree.leaves(fn(values + carry, *rest))
-            return (
-                carry
-                + sum(jnp.sum(leaf.astype(jnp.float32) > 1e30) for leaf in leaves).astype(jnp.float32) * 0.0
-            )
+            return carry + sum(jnp.sum(leaf.astype(jnp.float32) > 1e30) for leaf in leaves).astype(jnp.float32) * 0.0
 
         return lax.fori_loop(0, trips, trip, jnp.float32(0.0))
 
@@ -98,10 +93,7 @@ def main() -> None:
     roots = jnp.zeros((args.batch,), jnp.int32)
     numbers: dict[str, dict[str, float]] = {"build": {}, "round": {}, "vocab_topk": {}}
     kind = "in a device loop" if in_loop else "per call"
-    print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: "
-        f"microseconds {kind}, median of {args.repeats}"
-    )
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: microseconds {kind}, median of {args.repeats}")
 
     rows = []
     for budget in budgets:
@@ -158,9 +150,7 @@ def main() -> None:
             numbers["vocab_topk"][f"{implementation}/{k}"] = us
             cells.append(f"{us:.0f}")
         rows.append(cells)
-    print_table(
-        f"top-k + logsumexp of [{args.batch}, {args.depth}, {args.vocab}]", ["K", *IMPLEMENTATIONS], rows
-    )
+    print_table(f"top-k + logsumexp of [{args.batch}, {args.depth}, {args.vocab}]", ["K", *IMPLEMENTATIONS], rows)
 
     if args.json:
         with open(args.json, "w") as file:

@@ -174,9 +174,7 @@ def held_out_prompts() -> list[str]:
     try:
         return [entry["prompt"] for entry in json.loads(file.read_text(encoding="utf-8"))]
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{file}: expected the held-out prompts of the shipped pair, found no file"
-        ) from None
+        raise CheckpointError(f"{file}: expected the held-out prompts of the shipped pair, found no file") from None
 
 
 def run_bench(
@@ -236,10 +234,7 @@ def run_bench(
     plain = configurations.index((SpeculativeAlgorithm.NONE, None))
     plain_speed = statistics.median(speeds[plain])
     same = [
-        [
-            result.token_ids == reference.token_ids
-            for result, reference in zip(results, outputs[plain], strict=True)
-        ]
+        [result.token_ids == reference.token_ids for result, reference in zip(results, outputs[plain], strict=True)]
         for results in outputs
     ]
     rows = []

@@ -131,7 +131,9 @@ class CheckpointReader:
             if shard not in headers:
                 headers[shard] = read_header(self.folder / shard)
             if name not in headers[shard]:
-                raise CheckpointError(f"{self.folder / shard}: tensor {name!r} is missing; {index.name} says it is here")
+                raise CheckpointError(
+                    f"{self.folder / shard}: tensor {name!r} is missing; {index.name} says it is here"
+                )
             entries[name] = headers[shard][name]
         return entries
 

@@ -119,9 +119,7 @@ def _add_generate(commands: Any) -> None:
         metavar="N",
         help="use shipped held-out prompt N (0, 1, ...) instead of PROMPT",
     )
-    parser.add_argument(
-        "--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces"
-    )
+    parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     names = ", ".join(member.value for member in SpeculativeAlgorithm)
     parser.add_argument("--algorithm", default="ddtree", metavar="NAME", help=f"{names}; default ddtree")
@@ -136,9 +134,7 @@ def _add_generate(commands: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens")
     group.add_argument("--top-p", type=float, metavar="P", help="keep the smallest set of this probability")
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="drop tokens below P times the most probable one"
-    )
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the most probable one")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
     group.add_argument(
         "--stop-token-ids",
@@ -146,9 +142,7 @@ def _add_generate(commands: Any) -> None:
         metavar="IDS",
         help="ids separated by commas, instead of the model's own end tokens; '' for none",
     )
-    parser.add_argument(
-        "--show-tree", action="store_true", help="draw the last round's tree and its accepted path"
-    )
+    parser.add_argument("--show-tree", action="store_true", help="draw the last round's tree and its accepted path")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the stream")
     _add_engine_options(parser)
     parser.set_defaults(run=_run_generate)
@@ -164,9 +158,7 @@ def _add_bench(commands: Any) -> None:
             "checks that every output is the one of none, and prints a table."
         ),
     )
-    parser.add_argument(
-        "--prompts", type=int, default=8, metavar="N", help="first N held-out prompts; default 8"
-    )
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="first N held-out prompts; default 8")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="default 96")
     parser.add_argument(
         "--budgets",
@@ -175,9 +167,7 @@ def _add_bench(commands: Any) -> None:
         metavar="LIST",
         help="default 4,8,16,32,64",
     )
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="B", help="prompts decoded together; default 1"
-    )
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="prompts decoded together; default 1")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0 (greedy)")
     parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="timed runs of each row, medians shown; default 3"
@@ -246,9 +236,7 @@ def _prompt(arguments: argparse.Namespace, stdin: IO[str]) -> str | list[int]:
 
         prompts = held_out_prompts()
         if not 0 <= arguments.demo_prompt < len(prompts):
-            raise ValueError(
-                f"--demo-prompt: got {arguments.demo_prompt}; allowed are 0 to {len(prompts) - 1}"
-            )
+            raise ValueError(f"--demo-prompt: got {arguments.demo_prompt}; allowed are 0 to {len(prompts) - 1}")
         return prompts[arguments.demo_prompt]
     text = arguments.prompt
     if text == "-":
@@ -296,9 +284,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         last_tree = chunk.tree or last_tree
         token_ids.extend(chunk.token_ids)
         # Without a tokenizer the ids are the output.
-        text = (
-            chunk.text if chunk.text is not None else "".join(f"{token_id} " for token_id in chunk.token_ids)
-        )
+        text = chunk.text if chunk.text is not None else "".join(f"{token_id} " for token_id in chunk.token_ids)
         pieces.append(text)
         if not arguments.json:
             out.write(text)

@@ -52,9 +52,7 @@ class Report:
         marks = {"ok": "ok  ", "info": "--  ", "bad": "BAD "}
         width = max(len(finding.name) for finding in self.findings)
         lines = [f"{marks[f.status]}{f.name:<{width}}  {f.value}" for f in self.findings]
-        verdict = (
-            "everything that this package needs is there" if self.healthy else "something needed is missing"
-        )
+        verdict = "everything that this package needs is there" if self.healthy else "something needed is missing"
         return "\n".join([*lines, verdict])
 
 

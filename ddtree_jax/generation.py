@@ -69,7 +69,18 @@ def generate(
       UnsupportedRequestError: the engine or the algorithm cannot do it.
     """
     request = check_request(
-        engine, prompt, max_new_tokens, algorithm, budget, temperature, top_k, top_p, min_p, seed, stop_token_ids, grammar
+        engine,
+        prompt,
+        max_new_tokens,
+        algorithm,
+        budget,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        stop_token_ids,
+        grammar,
     )
     results: list[Result] = []
     for group in _groups(request):
@@ -102,7 +113,18 @@ def stream(
     tree and accepted path.
     """
     request = check_request(
-        engine, prompt, max_new_tokens, algorithm, budget, temperature, top_k, top_p, min_p, seed, stop_token_ids, grammar
+        engine,
+        prompt,
+        max_new_tokens,
+        algorithm,
+        budget,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        stop_token_ids,
+        grammar,
     )
     return _stream_groups(engine, request, with_tree, debug, progress)
 

@@ -126,7 +126,9 @@ def _state(
     return decoding.first_token(shared, weights, *prompt, sampling, stop, limits), sampling
 
 
-def _donated_ms(function: Callable[..., Any], copy: Callable[[Any], Any], cache: Any, *args: Any, repeats: int) -> float:
+def _donated_ms(
+    function: Callable[..., Any], copy: Callable[[Any], Any], cache: Any, *args: Any, repeats: int
+) -> float:
     times = []
     for i in range(repeats + 1):
         own = jax.block_until_ready(copy(cache))

@@ -62,9 +62,7 @@ class SamplingParams:
             top_k=jnp.full((batch_size,), 0 if top_k is None else top_k, jnp.int32),
             top_p=jnp.full((batch_size,), 1.0 if top_p is None else top_p, jnp.float32),
             min_p=jnp.full((batch_size,), 0.0 if min_p is None else min_p, jnp.float32),
-            keys=jnp.stack([key_from_seed(s) for s in seeds])
-            if seeds
-            else jax.random.split(jax.random.key(0), 0),
+            keys=jnp.stack([key_from_seed(s) for s in seeds]) if seeds else jax.random.split(jax.random.key(0), 0),
         )
 
 
@@ -156,9 +154,7 @@ def choose_tokens(
             filtered = _scale(logits, _row_params(logits, temperature=params.temperature)["temperature"])
         num_depths = min(max_depth, slots - 1) + 1
         indices = emitted[:, None] + jnp.arange(num_depths, dtype=jnp.int32)[None, :]
-        noise = jax.vmap(jax.vmap(_noise, in_axes=(None, 0, None)), in_axes=(0, 0, None))(
-            params.keys, indices, vocab
-        )
+        noise = jax.vmap(jax.vmap(_noise, in_axes=(None, 0, None)), in_axes=(0, 0, None))(params.keys, indices, vocab)
         node_noise = jnp.take_along_axis(noise, jnp.minimum(depths, num_depths - 1)[:, :, None], axis=1)
         sampled = jnp.argmax(filtered + node_noise, axis=-1).astype(jnp.int32)
     return jnp.where(params.temperature[:, None] > 0.0, sampled, greedy)
@@ -173,9 +169,7 @@ def _clean(logits: jax.Array) -> jax.Array:
     """float32 logits without NaN (to -inf) and +inf (to the largest finite float)."""
     logits = jnp.asarray(logits)
     if logits.ndim < 1 or logits.shape[-1] < 1 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise AssertionError(
-            f"logits must be float[..., V] with V >= 1; got {logits.dtype}{list(logits.shape)}"
-        )
+        raise AssertionError(f"logits must be float[..., V] with V >= 1; got {logits.dtype}{list(logits.shape)}")
     logits = logits.astype(jnp.float32)
     return jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), jnp.finfo(jnp.float32).max)
 
@@ -189,9 +183,7 @@ def _row_params(logits: jax.Array, **params: jax.Array) -> dict[str, jax.Array]:
         value = jnp.asarray(value)
         value = value.astype(jnp.int32 if name == "top_k" else jnp.float32)
         if value.shape != logits.shape[:-1][: value.ndim]:
-            raise AssertionError(
-                f"{name} must have a leading part of shape {logits.shape[:-1]}; got {value.shape}"
-            )
+            raise AssertionError(f"{name} must have a leading part of shape {logits.shape[:-1]}; got {value.shape}")
         rows[name] = value.reshape(value.shape + (1,) * (logits.ndim - value.ndim))
     return rows
 

@@ -24,18 +24,18 @@ class DraftAttention(nnx.Module):
     def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float):
         c = config
         self.q = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, dtype=dtype, rngs=rngs)
-        self.k = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, dtype=dtype, rngs=rngs)
-        self.v = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, dtype=dtype, rngs=rngs)
+        self.kv = Linear(c.hidden_size, 2 * c.num_key_value_heads * c.head_dim, dtype=dtype, rngs=rngs)
         self.o = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, dtype=dtype, rngs=rngs, std=out_std)
         self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
         self.kv_heads, self.head_dim = c.num_key_value_heads, c.head_dim
 
     def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> dict[str, jax.Array]:
-        """x: [B, M, D] (projected features of context tokens, or normed block rows). Leaves [B, M, Hkv * hd], k rotated."""
-        k = self.k_norm(self.k(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim))
+        """x: [B, M, D], projected features or normed block rows. Leaves [B, M, Hkv * hd], k rotated."""
+        k, v = jnp.split(self.kv(x), 2, axis=-1)
+        k = self.k_norm(k.reshape(*x.shape[:2], self.kv_heads, self.head_dim))
         k = rope_half_split(k, cos[:, :, None], sin[:, :, None])
-        return {"k": k.reshape(*x.shape[:2], self.kv_heads * self.head_dim), "v": self.v(x)}
+        return {"k": k.reshape(*x.shape[:2], self.kv_heads * self.head_dim), "v": v}
 
     def __call__(
         self, x: jax.Array, context: dict[str, jax.Array], mask: jax.Array, cos: jax.Array, sin: jax.Array

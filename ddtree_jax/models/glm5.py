@@ -154,8 +154,10 @@ class MLA(nnx.Module):
         self.heads, self.nope, self.rank = heads, c.qk_nope_head_dim, c.kv_lora_rank
         self.scale = c.qk_head_dim**-0.5
 
-    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns (qr [B, T, q_lora_rank], q_nope [B, T, H, nope], q_rope [B, T, H, rope], latent [B, T, rank + rope])."""
+    def project(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(qr [B, T, q_lora_rank], q_nope [B, T, H, nope], q_rope [B, T, H, rope], latent [B, T, rank + rope])."""
         qr = self.q_a_norm(self.q_a(x))
         q = self.q_b(qr).reshape(*x.shape[:-1], self.heads, -1)
         q_rope = rope_interleaved(q[..., self.nope :], cos[:, :, None], sin[:, :, None])
@@ -168,18 +170,22 @@ class MLA(nnx.Module):
         self, q_nope: jax.Array, q_rope: jax.Array, context: jax.Array | None, latent: jax.Array, mask: jax.Array
     ) -> jax.Array:
         """Scores against the latents themselves; few queries. mask: bool[B, T, S + T]. Returns [B, T, H * v]."""
-        q = jnp.concatenate([einsum("bthn,chn->bthc", q_nope, self.k_b[...]), q_rope], axis=-1)
+        b, t = q_nope.shape[:2]
+        # Heads and rows are one axis against the latents, in this order: XLA's CPU products then need no transposed
+        # copy of the cache.
+        q = jnp.concatenate([einsum("bthn,chn->bhtc", q_nope, self.k_b[...]), q_rope.swapaxes(1, 2)], axis=-1)
+        q = q.reshape(b, self.heads * t, -1)
         parts = [latent] if context is None else [context, latent]
-        scores = [einsum("bthc,bmc->bhtm", q, part, out_dtype=jnp.float32) for part in parts]
-        p = masked_softmax(jnp.concatenate(scores, axis=-1) * self.scale, mask[:, None]).astype(latent.dtype)
+        scores = [einsum("bqc,bmc->bqm", q, part, out_dtype=jnp.float32) for part in parts]
+        every_head = jnp.broadcast_to(mask[:, None], (b, self.heads, *mask.shape[1:])).reshape(b, self.heads * t, -1)
+        p = masked_softmax(jnp.concatenate(scores, axis=-1) * self.scale, every_head).astype(latent.dtype)
         split = jnp.split(p, [parts[0].shape[1]], axis=-1) if len(parts) == 2 else [p]
         # The rope tail of the latents is summed along and dropped: slicing it off first would copy the cache.
-        mixed = [
-            einsum("bhtm,bmc->bthc", pi, part, out_dtype=jnp.float32) for pi, part in zip(split, parts, strict=True)
-        ]
+        pairs = zip(split, parts, strict=True)
+        mixed = [einsum("bqm,bmc->bqc", pi, part, out_dtype=jnp.float32) for pi, part in pairs]
         total = sum(mixed[1:], mixed[0]).astype(latent.dtype)[..., : self.rank]
-        out = einsum("bthc,chv->bthv", total, self.v_b[...])
-        return out.reshape(*out.shape[:2], -1)
+        out = einsum("bhtc,chv->bthv", total.reshape(b, self.heads, t, self.rank), self.v_b[...])
+        return out.reshape(b, t, -1)
 
     def attend_expanded(
         self, q_nope: jax.Array, q_rope: jax.Array, context: jax.Array | None, latent: jax.Array, mask: jax.Array
@@ -204,9 +210,7 @@ class MLA(nnx.Module):
         k, v, k_rope = self.expand(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         q, k = jnp.concatenate([q_nope, q_rope], axis=-1), jnp.concatenate([k, k_rope], axis=-1)
-        out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, implementation=implementation
-        )
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=self.scale, implementation=implementation)
         return out.reshape(*out.shape[:2], -1)
 
 
@@ -372,7 +376,7 @@ class Glm5(nnx.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs, std=0.02)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
-        """int32[...] -> [..., D], no scale. The table may be float32 in a bfloat16 model (training sums its gradient)."""
+        """int32[...] -> [..., D], no scale. Training keeps the table in float32: its gradient sums many tokens."""
         return jnp.take(self.embed[...], token_ids, axis=0).astype(self.norm.weight.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

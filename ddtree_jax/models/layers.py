@@ -95,9 +95,7 @@ class LayerNorm(nnx.Module):
 class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x). gate_up: [in, 2 * width], the gate columns first."""
 
-    def __init__(
-        self, d_model: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float | None = None
-    ):
+    def __init__(self, d_model: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float | None = None):
         self.gate_up = Linear(d_model, 2 * width, dtype=dtype, rngs=rngs)
         self.down = Linear(width, d_model, dtype=dtype, rngs=rngs, std=out_std)
 
@@ -164,7 +162,13 @@ def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
         return jnp.where(reached, trial, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, refine, threshold)
-    above, equal = ordered > threshold, ordered == threshold
-    spare = k - jnp.sum(above, axis=-1, keepdims=True)
-    chosen = above | (equal & (jnp.cumsum(equal, axis=-1) <= spare))
-    return chosen & visible
+    reached = ordered >= threshold
+
+    # Ties at the threshold are rare, and a running count over the row costs more than the whole search.
+    def lower_index_first() -> jax.Array:
+        above, equal = ordered > threshold, ordered == threshold
+        spare = k - jnp.sum(above, axis=-1, keepdims=True)
+        return above | (equal & (jnp.cumsum(equal, axis=-1) <= spare))
+
+    tied = jnp.any(jnp.sum(reached & visible, axis=-1) > k)
+    return jax.lax.cond(tied, lower_index_first, lambda: reached) & visible

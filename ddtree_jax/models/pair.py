@@ -103,7 +103,7 @@ class Drafter:
 
 
 def resolve_dtype(dtype: Any) -> jnp.dtype:
-    """"auto" is float32 on CPU and bfloat16 elsewhere; otherwise float32 or bfloat16 by name or as a dtype."""
+    """ "auto" is float32 on CPU and bfloat16 elsewhere; otherwise float32 or bfloat16 by name or as a dtype."""
     if isinstance(dtype, str) and dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     try:
@@ -132,14 +132,17 @@ def make_target(config: Glm5Config, *, dtype: Any = "auto", seed: int = 0, scan:
 def make_drafter(config: DFlashConfig, target: Target, *, seed: int = 0) -> Drafter:
     """A drafter with random weights for `target`."""
     check_pair(config, target.config, "drafter")
-    module = DFlash(
-        config, dtype=target.dtype, rngs=nnx.Rngs(seed), target_hidden_size=target.config.hidden_size
-    )
+    module = DFlash(config, dtype=target.dtype, rngs=nnx.Rngs(seed), target_hidden_size=target.config.hidden_size)
     return Drafter(config, *nnx.split(module))
 
 
 def load_target(
-    path: str | Path, *, dtype: Any = "auto", mesh: Any = None, progress: Progress | None = None, scan: bool = True
+    path: str | Path,
+    *,
+    dtype: Any = "auto",
+    mesh: Any = None,
+    progress: Progress | None = None,
+    scan: bool = True,
 ) -> Target:
     """Loads an HF-format GLM-5 folder.
 
@@ -148,7 +151,8 @@ def load_target(
       dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16".
       mesh: only None in this version (one device).
       progress: called with a line of text now and then.
-      scan: static, False unrolls the layers.
+      scan: whether layers of one kind run as a loop, so that compile time does not grow with depth; False unrolls
+        them, which trains faster and decodes slower.
 
     Raises:
       CheckpointError: what is missing or does not fit, before any device work.
@@ -165,7 +169,12 @@ def load_target(
 
 
 def load_drafter(
-    path: str | Path, target: Target, *, dtype: Any = "auto", mesh: Any = None, progress: Progress | None = None
+    path: str | Path,
+    target: Target,
+    *,
+    dtype: Any = "auto",
+    mesh: Any = None,
+    progress: Progress | None = None,
 ) -> Drafter:
     """Loads an HF-format DFlash folder for `target`; arguments as for `load_target`.
 
@@ -180,7 +189,9 @@ def load_drafter(
     check_pair(config, target.config, str(folder))
     width = target.config.hidden_size
     build = functools.partial(DFlash, config, dtype=resolved, target_hidden_size=width)
-    graphdef, params = _load(build, reader(), list(drafter_tensors(config, width)), progress)
+    opened = reader()
+    _no_own_head(folder, opened)
+    graphdef, params = _load(build, opened, list(drafter_tensors(config, width)), progress)
     return Drafter(config, graphdef, params, folder)
 
 
@@ -216,6 +227,16 @@ def check_pair(drafter: DFlashConfig, target: Glm5Config, name: str) -> None:
     require(count is None or count == layers, "num_target_layers", count, layers)
     mask = drafter.mask_token_id
     require(mask not in target.eos_token_ids, "mask_token_id", mask, f"end tokens {list(target.eos_token_ids)}")
+
+
+def _no_own_head(folder: Path, reader: CheckpointReader) -> None:
+    """A drafter with a head or an embedding of its own would run with the target's and accept next to nothing."""
+    for name in reader.entries:
+        if name.removeprefix("model.") in ("lm_head.weight", "embed_tokens.weight"):
+            raise CheckpointError(
+                f"{folder}: tensor {name!r}: a drafter with its own lm_head or embed_tokens is not supported; "
+                "expected one that borrows the target's"
+            )
 
 
 def _one_device(mesh: Any) -> None:

@@ -158,8 +158,9 @@ def drafter_tensors(config: DFlashConfig, target_hidden_size: int) -> Iterator[T
         yield layer.vector("post_attention_layernorm.weight", "mlp_norm.weight", d)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         yield layer.linear("self_attn.q_proj", "attention.q", d, queries)
-        yield layer.linear("self_attn.k_proj", "attention.k", d, keys)
-        yield layer.linear("self_attn.v_proj", "attention.v", d, keys)
+        for name, at in (("k_proj", slice(0, keys)), ("v_proj", slice(keys, 2 * keys))):
+            part = layer.part("attention.kv.kernel", ALL, at)
+            yield TensorSpec(f"{layer.prefix}self_attn.{name}.weight", (keys, d), (part,))
         yield layer.linear("self_attn.o_proj", "attention.o", queries, d)
         yield layer.vector("self_attn.q_norm.weight", "attention.q_norm.weight", c.head_dim)
         yield layer.vector("self_attn.k_norm.weight", "attention.k_norm.weight", c.head_dim)

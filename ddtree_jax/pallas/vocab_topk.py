@@ -94,9 +94,7 @@ def exact_topk(values: jax.Array, k: int, *, implementation: str = "auto") -> tu
     if implementation == "auto":
         implementation = "block_descent" if jax.default_backend() == "gpu" else "top_k"
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation: got {implementation!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}."
-        )
+        raise ValueError(f"implementation: got {implementation!r}; allowed: auto, {', '.join(IMPLEMENTATIONS)}.")
     if implementation == "top_k":
         best, indices = lax.top_k(values, k)
         return best, indices.astype(jnp.int32)
@@ -125,9 +123,7 @@ def _block_descent(rows: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         _, ids = _select_best(values, ids, k)
         blocks = finer.reshape((num_rows, -1, _BLOCK))
         values = jnp.take_along_axis(blocks, ids[:, :, None], axis=1).reshape((num_rows, -1))
-        ids = (ids[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None, None, :]).reshape(
-            (num_rows, -1)
-        )
+        ids = (ids[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None, None, :]).reshape((num_rows, -1))
         # Without the barrier XLA repeats the gather inside the all-pairs comparison that follows.
         values = lax.optimization_barrier(values)
     return _select_best(values, ids, k)

@@ -30,10 +30,7 @@ def default_formulation(budget: int, depth: int, k: int, *, backend: str) -> str
     """
     if backend == "cpu":
         return "sequential_frontier"
-    fits = (
-        budget <= _MAX_STATIC_BUDGET
-        and formulations.universe_size(budget, depth, k) <= formulations.MAX_UNIVERSE
-    )
+    fits = budget <= _MAX_STATIC_BUDGET and formulations.universe_size(budget, depth, k) <= formulations.MAX_UNIVERSE
     return "static_universe" if fits else "level_merge"
 
 
@@ -88,18 +85,12 @@ def build_tree(
         raise ValueError(f"budget: got {budget} with top_k {k}; their product must stay below 2**31.")
 
     with jax.named_scope("build_tree"):
-        log_probs, token_ids = draft_candidates(
-            draft_logits[:, :depth], k, implementation=topk_implementation
-        )
-        return build_tree_from_candidates(
-            log_probs, token_ids, root_token_ids, budget=budget, formulation=formulation
-        )
+        log_probs, token_ids = draft_candidates(draft_logits[:, :depth], k, implementation=topk_implementation)
+        return build_tree_from_candidates(log_probs, token_ids, root_token_ids, budget=budget, formulation=formulation)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "implementation"))
-def draft_candidates(
-    draft_logits: jax.Array, k: int, *, implementation: str = "auto"
-) -> tuple[jax.Array, jax.Array]:
+def draft_candidates(draft_logits: jax.Array, k: int, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
     """The K = min(k, V) best candidates of each row under the row's softmax.
 
     Args:
@@ -155,9 +146,7 @@ def build_tree_from_candidates(
     tokens = jnp.take_along_axis(token_ids.reshape((batch, depth * k)), flat, axis=1)
 
     def with_root(root_value, values):
-        return jnp.concatenate(
-            [jnp.broadcast_to(root_value, (batch, 1)).astype(values.dtype), values], axis=1
-        )
+        return jnp.concatenate([jnp.broadcast_to(root_value, (batch, 1)).astype(values.dtype), values], axis=1)
 
     return DraftTree(
         token_ids=with_root(root_token_ids[:, None], jnp.where(is_node, tokens, 0)),
@@ -203,10 +192,7 @@ def _pick(formulation: str, budget: int, depth: int, k: int) -> Callable[[jax.Ar
         formulation = default_formulation(budget, depth, k, backend=backend)
     if formulation not in FORMULATIONS:
         raise ValueError(f"formulation: got {formulation!r}; allowed: auto, {', '.join(FORMULATIONS)}.")
-    if (
-        formulation == "static_universe"
-        and formulations.universe_size(budget, depth, k) > formulations.MAX_UNIVERSE
-    ):
+    if formulation == "static_universe" and formulations.universe_size(budget, depth, k) > formulations.MAX_UNIVERSE:
         raise ValueError(
             f"formulation: 'static_universe' has over {formulations.MAX_UNIVERSE} prefixes for "
             f"budget {budget}, depth {depth} and {k} candidates; use 'sequential_frontier' or 'level_merge'."

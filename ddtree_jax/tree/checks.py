@@ -54,9 +54,7 @@ def static_int(value, name: str, *, minimum: int) -> int:
     return number
 
 
-def _check(
-    array: jax.Array, name: str, shape: tuple[int | None, ...], expected: str, right_kind: bool
-) -> None:
+def _check(array: jax.Array, name: str, shape: tuple[int | None, ...], expected: str, right_kind: bool) -> None:
     message = f"{name} must be {expected}"
     chex.assert_rank(array, len(shape), custom_message=message)
     chex.assert_shape(array, shape, custom_message=message)

@@ -32,9 +32,7 @@ def gather_rows(rows, node_ids: jax.Array, *, node_axis: int, batch_axis: int):
     def gather(leaf):
         node, batch = _axis(node_axis, leaf.ndim, "node_axis"), _axis(batch_axis, leaf.ndim, "batch_axis")
         if node == batch:
-            raise ValueError(
-                f"node_axis: got {node_axis}, the same axis as batch_axis of a leaf of rank {leaf.ndim}."
-            )
+            raise ValueError(f"node_axis: got {node_axis}, the same axis as batch_axis of a leaf of rank {leaf.ndim}.")
         if leaf.shape[batch] != node_ids.shape[0]:
             raise ValueError(
                 f"rows: a leaf of shape {leaf.shape} has {leaf.shape[batch]} batch rows at axis {batch}; "

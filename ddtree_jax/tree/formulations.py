@@ -188,9 +188,7 @@ def _best_by_counting(scores: jax.Array, keys: jax.Array, count: int) -> jax.Arr
     """As `_best_by_sorting`, by comparing all pairs."""
     ids = jnp.arange(scores.shape[0], dtype=jnp.int32)
     # Absent entries (-inf) share keys: the index makes all ranks distinct.
-    key_ahead = (keys[None, :] < keys[:, None]) | (
-        (keys[None, :] == keys[:, None]) & (ids[None, :] < ids[:, None])
-    )
+    key_ahead = (keys[None, :] < keys[:, None]) | ((keys[None, :] == keys[:, None]) & (ids[None, :] < ids[:, None]))
     ahead = (scores[None, :] > scores[:, None]) | ((scores[None, :] == scores[:, None]) & key_ahead)
     ranks = jnp.sum(ahead, axis=1, dtype=jnp.int32)
     return jnp.zeros((count,), jnp.int32).at[ranks].set(ids, mode="drop")
@@ -205,9 +203,7 @@ def universe_size(budget: int, depth: int, k: int) -> int:
 class _Universe(NamedTuple):
     """All prefixes that can be chosen, in lexicographic order of their rank tuples."""
 
-    reads: tuple[
-        np.ndarray, ...
-    ]  # per depth: int32[U], index into the flattened [L, K] log-probs; L * K for none
+    reads: tuple[np.ndarray, ...]  # per depth: int32[U], index into the flattened [L, K] log-probs; L * K for none
     parents: np.ndarray  # int32[U], -1 for the root
     depths: np.ndarray  # int32[U]
     ranks: np.ndarray  # int32[U]

@@ -117,13 +117,9 @@ def bonus_is_last_choice(tree: DraftTree, path: AcceptedPath, target_token_ids: 
 
 def path_maximal(tree: DraftTree, path: AcceptedPath, target_token_ids: jax.Array) -> jax.Array:
     """The path ends only where no child carries the target's choice, or at the depth limit D."""
-    last = jnp.take_along_axis(
-        path.node_ids, jnp.clip(path.length - 1, 0, path.node_ids.shape[1] - 1)[:, None], axis=1
-    )
+    last = jnp.take_along_axis(path.node_ids, jnp.clip(path.length - 1, 0, path.node_ids.shape[1] - 1)[:, None], axis=1)
     continues = (
-        _is_child(tree)
-        & (tree.parents == last)
-        & (tree.token_ids == _at_last(tree, path, target_token_ids)[:, None])
+        _is_child(tree) & (tree.parents == last) & (tree.token_ids == _at_last(tree, path, target_token_ids)[:, None])
     )
     return (path.length == path.node_ids.shape[1]) | ~jnp.any(continues, axis=1)
 

@@ -22,11 +22,7 @@ def ancestor_mask(tree: DraftTree, *, max_depth: int | None = None) -> jax.Array
       is True only at itself, so that its softmax is over a non-empty set, and no other row sees it.
     """
     batch, slots = checks.check_tree_shapes(tree)
-    bound = (
-        slots - 1
-        if max_depth is None
-        else min(checks.static_int(max_depth, "max_depth", minimum=0), slots - 1)
-    )
+    bound = slots - 1 if max_depth is None else min(checks.static_int(max_depth, "max_depth", minimum=0), slots - 1)
     with jax.named_scope("ancestor_mask"):
         own = jnp.arange(slots, dtype=jnp.int32)
         mask = jnp.broadcast_to(own[:, None] == own[None, :], (batch, slots, slots))

@@ -146,9 +146,7 @@ def speculative_round(
     else:
         with jax.named_scope("draft"):
             draft_logits = fns.draft(state.draft_cache, state.root_token_ids, state.lengths)
-        draft_logits = checks.as_float32(
-            draft_logits, "the result of fns.draft", (batch, None, None), "B, L, V"
-        )
+        draft_logits = checks.as_float32(draft_logits, "the result of fns.draft", (batch, None, None), "B, L, V")
         tree = fns.build(draft_logits, state.root_token_ids)
     _, slots = checks.check_tree_shapes(tree, "the result of fns.build")
 

@@ -56,6 +56,7 @@ PACKAGE_LICENSES: dict[str, str] = {
     for name in names.split()
 }
 STDLIB_LICENSE = "PSF-2.0"
+STDLIB_PREFIX = "python/"  # of the names of standard library files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +192,7 @@ def describe(files: Iterable[SourceFile]) -> list[dict]:
     """Per package: name, licence, number of files and bytes on disk, largest first."""
     table: dict[str, dict] = {}
     for item in files:
-        row = table.setdefault(
-            item.package, {"package": item.package, "license": item.license, "files": 0, "bytes": 0}
-        )
+        row = table.setdefault(item.package, {"package": item.package, "license": item.license, "files": 0, "bytes": 0})
         row["files"] += 1
         row["bytes"] += os.path.getsize(item.path)
     return sorted(table.values(), key=lambda row: -row["bytes"])

@@ -91,9 +91,7 @@ def block_hidden(
     starts = jnp.repeat(anchors, block, axis=1)
     context_mask = context_positions[:, None, :] < starts[:, :, None]
     owner = jnp.repeat(jnp.arange(count), block)
-    same_block = jnp.broadcast_to(
-        (owner[:, None] == owner[None, :])[None], (batch, count * block, count * block)
-    )
+    same_block = jnp.broadcast_to((owner[:, None] == owner[None, :])[None], (batch, count * block, count * block))
     flat = (batch, count * block)
     hidden = drafter.block_hidden(
         embed(ids.reshape(flat)),
@@ -106,9 +104,7 @@ def block_hidden(
     return hidden.reshape(batch, count, block, -1)[:, :, 1:]
 
 
-def target_pass(
-    graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, taps: tuple[int, ...]
-) -> tuple[Any, Any]:
+def target_pass(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, taps: tuple[int, ...]) -> tuple[Any, Any]:
     """The frozen target as it decodes (sparse attention) over int32[B, T]. Returns (model, BlockOutput)."""
     model = nnx.merge(graphdef, params)
     positions, mask = modules.causal_inputs(*tokens.shape)
@@ -154,9 +150,7 @@ def anchor_loss(
     return jnp.mean(jnp.sum(losses * weights[None, None], axis=-1))
 
 
-def make_chunk(
-    sizes: DemoSizes, target_graphdef: nnx.GraphDef, drafter_graphdef: nnx.GraphDef
-) -> Callable[..., Any]:
+def make_chunk(sizes: DemoSizes, target_graphdef: nnx.GraphDef, drafter_graphdef: nnx.GraphDef) -> Callable[..., Any]:
     """The jitted function of several steps.
 
     Its arguments are (params, state, target_params, tokens [K, B, T], prompt_lengths int32[K, B], rates
@@ -184,9 +178,7 @@ def make_chunk(
             params, state = carry
             batch, prompt_lengths, rate, key = inputs
             anchors = draw_anchors(key, prompt_lengths, batch.shape[1], sizes.anchors, depth)
-            value, gradients = jax.value_and_grad(loss)(
-                params, target_params, batch.astype(jnp.int32), anchors
-            )
+            value, gradients = jax.value_and_grad(loss)(params, target_params, batch.astype(jnp.int32), anchors)
             norm = optax.global_norm(gradients)
             params, state = schedule.apply(chain, params, state, gradients, rate)
             return (params, state), (value, norm)

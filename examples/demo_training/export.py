@@ -72,16 +72,12 @@ def package_table(packages: Sequence[dict]) -> str:
 
 def acceptance_table(acceptance: dict[str, dict[str, float]]) -> str:
     """Markdown rows, the chain first, then trees by budget."""
-    names = sorted(
-        acceptance, key=lambda name: int(name.removeprefix("ddtree") or 0) if name != "dflash" else -1
-    )
+    names = sorted(acceptance, key=lambda name: int(name.removeprefix("ddtree") or 0) if name != "dflash" else -1)
     rows = []
     for name in names:
         values = acceptance[name]
         label = name if name == "dflash" else f"ddtree, budget {name.removeprefix('ddtree')}"
-        rows.append(
-            f"| {label} | {values['mean']:.2f} | {values['token_weighted']:.2f} | {values['median']:.2f} |"
-        )
+        rows.append(f"| {label} | {values['mean']:.2f} | {values['token_weighted']:.2f} | {values['median']:.2f} |")
     return "\n".join(rows)
 
 

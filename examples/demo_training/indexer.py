@@ -86,9 +86,7 @@ def indexer_losses(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array) -> ja
         x = jax.lax.stop_gradient(layer.input_norm(h))
         probabilities = attention_probabilities(layer.attention, x, angles, mask)
         if layer.attention.indexer is not None:
-            groups.append(
-                {"indexer": layer.attention.indexer, "x": x, "mla": layer.attention.mla, "sum": 0.0, "n": 0}
-            )
+            groups.append({"indexer": layer.attention.indexer, "x": x, "mla": layer.attention.mla, "sum": 0.0, "n": 0})
         groups[-1]["sum"] += probabilities
         groups[-1]["n"] += 1
         h = jax.lax.stop_gradient(dense_layer(layer, h, angles))

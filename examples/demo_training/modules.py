@@ -51,9 +51,7 @@ def new_target(config: Glm5Config, seed: int, *, scan: bool = False) -> tuple[nn
     return graphdef, jax.jit(lambda: nnx.split(build(rngs=nnx.Rngs(seed)))[1])()
 
 
-def abstract_target(
-    config: Glm5Config, *, compute: bool = False, scan: bool = False
-) -> tuple[nnx.GraphDef, Any]:
+def abstract_target(config: Glm5Config, *, compute: bool = False, scan: bool = False) -> tuple[nnx.GraphDef, Any]:
     """The graph and the parameter shapes of `new_target`; `compute`: in the compute dtype."""
     return _abstract(functools.partial(Glm5, config, dtype=_FLOAT32, scan=scan), compute)
 
@@ -155,9 +153,7 @@ def windows(tokens: np.ndarray, length: int, batch: int, seed: int) -> Iterator[
       ValueError: fewer tokens than one batch needs.
     """
     if len(tokens) < 2 * length:
-        raise ValueError(
-            f"training text of {len(tokens)} tokens is too short; {2 * length} are needed at least"
-        )
+        raise ValueError(f"training text of {len(tokens)} tokens is too short; {2 * length} are needed at least")
     rng = np.random.default_rng(seed)
     pending = np.zeros(0, np.int64)
     while True:

@@ -124,9 +124,7 @@ def write_texts(
     tiled = np.resize(heldout_prompts, (batch, heldout_prompts.shape[1])).astype(np.int32)
     heldout = np.asarray(writers[tiled.shape[1]](compute, tiled, zeros, key))[:count]
     for length in sorted(lengths_used - {tiled.shape[1]}):
-        jax.block_until_ready(
-            writers[length](compute, draw_prompts(train, starts, length, batch, rng), zeros, key)
-        )
+        jax.block_until_ready(writers[length](compute, draw_prompts(train, starts, length, batch, rng), zeros, key))
     log("own_text", compiled=True)
     clock.start()
 
@@ -147,9 +145,7 @@ def write_texts(
         log("own_text", batches=index, new_tokens=new_tokens, seconds=clock.elapsed)
     if pending is not None:
         parts.append(np.asarray(pending).astype(train.dtype))
-    log(
-        "own_text", new_tokens=new_tokens, seconds=clock.elapsed, tokens_per_second=new_tokens / clock.elapsed
-    )
+    log("own_text", new_tokens=new_tokens, seconds=clock.elapsed, tokens_per_second=new_tokens / clock.elapsed)
     texts = {
         "tokens": np.concatenate(parts),
         "prompt_lengths": np.repeat(np.asarray(lengths, np.int32), batch),

@@ -75,9 +75,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`jax.tree.map` whose function gets the leaf's path name first."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest)
 
 
 def adamw(
@@ -151,6 +149,4 @@ class Log:
 
     def records(self) -> list[dict]:
         """Every line so far, those of earlier runs in this work folder included."""
-        return (
-            [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
-        )
+        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []

@@ -73,9 +73,7 @@ def make_scorer(
         hidden = drafting.block_hidden(drafter, target.embed_tokens, output.features, tokens, anchors)
         logits = drafter.scale_logits(target.head_logits(hidden))
         places = anchors[:, :, None] + jnp.arange(1, depth + 1, dtype=jnp.int32)[None, None]
-        labels = jnp.take_along_axis(tokens, places.reshape(tokens.shape[0], -1), axis=1).reshape(
-            places.shape
-        )
+        labels = jnp.take_along_axis(tokens, places.reshape(tokens.shape[0], -1), axis=1).reshape(places.shape)
         lengths = {"dflash": chain_lengths(jnp.argmax(logits, axis=-1), labels)}
         flat = anchors.size
         roots = jnp.take_along_axis(tokens, anchors, axis=1).reshape(flat)
@@ -100,9 +98,7 @@ def compile_scorer(
     """`make_scorer`, compiled from shapes for texts int32[batch, length]."""
     target_graphdef, target_params = modules.abstract_target(target_config, compute=True)
     graphdef, params = modules.abstract_drafter(config, target_config.hidden_size, compute=True)
-    scorer = make_scorer(
-        target_graphdef, graphdef, prompt_length=prompt_length, new_tokens=new_tokens, budgets=budgets
-    )
+    scorer = make_scorer(target_graphdef, graphdef, prompt_length=prompt_length, new_tokens=new_tokens, budgets=budgets)
     return scorer.lower(target_params, params, jax.ShapeDtypeStruct((batch, length), np.int32)).compile()
 
 

@@ -232,9 +232,7 @@ def run_drafter(run: Run) -> None:
     span = {"prompt_length": sizes.prompt_tokens, "new_tokens": sizes.reference_tokens}
     scorer = run.compiled("check") or simulate.make_scorer(loaded.graphdef, graphdef, budgets=(), **span)
     heldout = np.load(run.work / "heldout_text.npy")[:64]
-    check = simulate.make_check(
-        scorer, loaded.params, heldout, end_ids=[run.end_id], batch=sizes.check_batch, **span
-    )
+    check = simulate.make_check(scorer, loaded.params, heldout, end_ids=[run.end_id], batch=sizes.check_batch, **span)
     clock = run.clock("drafter")
     params = drafter.train(
         sizes,
@@ -304,13 +302,9 @@ def run_export(run: Run) -> None:
     end_token = tokenizer.id_to_token(run.end_id) or tokens.END_TOKEN
     config, draft_config = run.target_config(), run.drafter_config()
     if not run.own_target:
-        export.write_tokenizer(
-            work / "tokenizer.json", folder / "target", end_token, config.max_position_embeddings
-        )
+        export.write_tokenizer(work / "tokenizer.json", folder / "target", end_token, config.max_position_embeddings)
     shutil.copyfile(work / "heldout.json", folder / "heldout.json")
-    evaluation = (
-        json.loads((work / "evaluation.json").read_text()) if (work / "evaluation.json").exists() else {}
-    )
+    evaluation = json.loads((work / "evaluation.json").read_text()) if (work / "evaluation.json").exists() else {}
     facts: dict[str, Any] = json.loads((work / "corpus.json").read_text())
     loaded = run.load_target()
     drafted = models.load_drafter(folder / "drafter", loaded, dtype="float32")
@@ -363,16 +357,11 @@ def compilations(run: Run, stage: str) -> dict[str, Callable[[], Any]]:
         return jobs
     if stage == "own_text":
         lengths = {sizes.prompt_tokens, *sizes.own_prompt_lengths}
-        return {
-            f"writer{n}": functools.partial(own_text.compile_writer, sizes, config, n)
-            for n in sorted(lengths)
-        }
+        return {f"writer{n}": functools.partial(own_text.compile_writer, sizes, config, n) for n in sorted(lengths)}
     if stage == "drafter":
         return {
             "drafter": functools.partial(drafter.compile_chunk, sizes, config, draft_config, dtype),
-            "drafter_start": functools.partial(
-                modules.new_drafter, draft_config, sizes.seed + 8, config.hidden_size
-            ),
+            "drafter_start": functools.partial(modules.new_drafter, draft_config, sizes.seed + 8, config.hidden_size),
             "check": functools.partial(score, batch=sizes.check_batch, budgets=()),
         }
     return {"evaluate": functools.partial(score, batch=sizes.evaluate_batch, budgets=sizes.tree_budgets)}

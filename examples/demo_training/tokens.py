@@ -22,6 +22,7 @@ END_ID, MASK_ID = 0, 1
 
 # A held-out continuation that shares a run of this many tokens with the training text counts as copied.
 COPY_RUN = 48
+PROMPTS_PER_FILE = 4
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -178,10 +179,12 @@ def heldout_prompts(
     reference_tokens: int,
     seed: int,
 ) -> list[HeldoutPrompt]:
-    """Prompts drawn with a fixed seed from held-out files, at most two a file, each at the start of a line.
+    """Prompts drawn with a fixed seed from held-out files, at most `PROMPTS_PER_FILE` a file, each at a line start.
 
-    Left out: prompts whose text does not encode back to the same ids, and those whose prompt or continuation
-    shares a run of `COPY_RUN` tokens with the training text (near-copies of files cross the split otherwise).
+    Files of the standard library only where there are any: one licence that lets the excerpts be published, and
+    sources that everybody has. Prompts of a file do not overlap. Left out: prompts whose text does not encode back to
+    the same ids, and those whose prompt or continuation shares a run of `COPY_RUN` tokens with the training text
+    (near-copies of files cross the split otherwise).
 
     Args:
       files: held-out files.
@@ -197,15 +200,17 @@ def heldout_prompts(
     ends_line = newline_ids(tokenizer)
     total = prompt_tokens + reference_tokens
     drawn: list[tuple[int, int]] = []
+    standard = [item.name.startswith(corpus.STDLIB_PREFIX) for item in files]
     for index, ids in enumerate(documents):
-        if len(ids) < total:
+        if len(ids) < total or (any(standard) and not standard[index]):
             continue
         starts = line_starts(ids, ends_line)
         starts = starts[starts + total <= len(ids)]
-        chosen = rng.permutation(starts)[:2]
-        if len(chosen) == 2 and abs(int(chosen[0]) - int(chosen[1])) < total:
-            chosen = chosen[:1]
-        drawn += [(index, int(start)) for start in chosen]
+        chosen: list[int] = []
+        for start in rng.permutation(starts).tolist():
+            if len(chosen) < PROMPTS_PER_FILE and all(abs(start - other) >= total for other in chosen):
+                chosen.append(start)
+        drawn += [(index, start) for start in chosen]
     if not drawn:
         return []
     windows = np.stack([documents[i][start : start + total] for i, start in drawn])
@@ -258,9 +263,7 @@ def prepare(
         train_tokenizer(sample_texts(sources, tokenizer_sample_bytes), vocab_size).save(str(path))
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     documents = encode_files(sources, path, num_workers)
-    train = join_documents(
-        [ids for item, ids in zip(sources, documents, strict=True) if not item.heldout], end_id
-    )
+    train = join_documents([ids for item, ids in zip(sources, documents, strict=True) if not item.heldout], end_id)
     held = [(item, ids) for item, ids in zip(sources, documents, strict=True) if item.heldout]
     held_tokens = join_documents([ids for _, ids in held], end_id)[:heldout_tokens]
     if len(held_tokens) < 2 * (prompt_tokens + reference_tokens):

@@ -30,9 +30,7 @@ TREE = RoundTree(
         log_probs=np.array([[0.0, -0.5, -1.0]]),
         num_nodes=np.array([3]),
     ),
-    path=types.SimpleNamespace(
-        node_ids=np.array([[0, 2, -1]]), length=np.array([2]), bonus_token_ids=np.array([4])
-    ),
+    path=types.SimpleNamespace(node_ids=np.array([[0, 2, -1]]), length=np.array([2]), bonus_token_ids=np.array([4])),
 )
 CHUNKS = (
     Chunk("one ", [1]),

@@ -114,9 +114,7 @@ def test_a_prompt_without_a_round_does_not_count(library, asked, monkeypatch):
 
     def generate(engine, prompts, **kwargs):
         results = whole(engine, prompts, **kwargs)
-        empty = ddtree_jax.Stats(
-            **{**vars(results[0].stats), "acceptance_lengths": (), "num_output_tokens": 1}
-        )
+        empty = ddtree_jax.Stats(**{**vars(results[0].stats), "acceptance_lengths": (), "num_output_tokens": 1})
         return [
             ddtree_jax.Result("", [1], "stop", empty) if prompt == "p0" else result
             for prompt, result in zip(prompts, results, strict=True)

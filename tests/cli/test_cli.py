@@ -164,8 +164,7 @@ def test_no_round_no_tree(library, capsys):
 def test_without_a_tokenizer_the_ids_are_the_output(library, capsys):
     library.engine.tokenizer = None
     library.chunks = tuple(
-        ddtree_jax.Chunk(None, chunk.token_ids, stats=chunk.stats, tree=chunk.tree)
-        for chunk in library.chunks
+        ddtree_jax.Chunk(None, chunk.token_ids, stats=chunk.stats, tree=chunk.tree) for chunk in library.chunks
     )
     status, out, _ = run(capsys, "generate", "1 2", "--token-ids", "--show-tree")
     assert status == 0 and out.splitlines()[0].split() == ["1", "2", "3", "4"]
@@ -260,9 +259,7 @@ def test_an_interrupt_is_quiet(library, capsys):
     assert run(capsys, "generate", "p") == (130, "one ", "")
 
 
-@pytest.mark.parametrize(
-    "argv", [("--help",), ("generate", "--help"), ("bench", "--help"), ("doctor", "--help")]
-)
+@pytest.mark.parametrize("argv", [("--help",), ("generate", "--help"), ("bench", "--help"), ("doctor", "--help")])
 def test_help(library, capsys, argv):
     status, out, err = run(capsys, *argv)
     assert (status, err) == (0, "") and out.startswith("usage: ddtree-jax")
@@ -270,9 +267,7 @@ def test_help(library, capsys, argv):
 
 def test_the_help_of_generate_names_every_option_of_the_contract(capsys):
     out = run(capsys, "generate", "--help")[1]
-    names = (
-        "--max-new-tokens --algorithm --budget --temperature --top-k --top-p --min-p --seed --stop-token-ids"
-    )
+    names = "--max-new-tokens --algorithm --budget --temperature --top-k --top-p --min-p --seed --stop-token-ids"
     for name in [*names.split(), "--show-tree", "--target", "--drafter", "PROMPT"]:
         assert name in out
 

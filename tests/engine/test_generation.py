@@ -83,9 +83,7 @@ def test_the_models_own_stop_tokens_are_the_default(small_engine):
 
 
 def test_stream_joins_to_the_result(small_engine, greedy):
-    chunks = list(
-        ddtree_jax.stream(small_engine, PROMPTS, NEW, "ddtree", 15, stop_token_ids=[], with_tree=True)
-    )
+    chunks = list(ddtree_jax.stream(small_engine, PROMPTS, NEW, "ddtree", 15, stop_token_ids=[], with_tree=True))
     results = ddtree_jax.generate(small_engine, PROMPTS, NEW, "ddtree", 15, stop_token_ids=[])
     for i, result in enumerate(results):
         own = [c for c in chunks if c.index == i]

@@ -133,9 +133,7 @@ def test_prepare_writes_prompts_of_heldout_files_only(sources: Path, tmp_path: P
         assert prompt["prompt"] + prompt["reference"] in text
         start = text.index(prompt["prompt"] + prompt["reference"])
         assert start == 0 or text[start - 1] == "\n"
-        assert (
-            tokenizer.encode(prompt["prompt"]).ids == prompt["prompt_ids"] and len(prompt["prompt_ids"]) == 32
-        )
+        assert tokenizer.encode(prompt["prompt"]).ids == prompt["prompt_ids"] and len(prompt["prompt_ids"]) == 32
         per_file[prompt["source"]] = per_file.get(prompt["source"], 0) + 1
     assert max(per_file.values()) <= 2
     train = np.load(work / "train.npy")

@@ -20,9 +20,7 @@ SCRIPT = Path(train_demo.__file__)
 
 
 def run_script(*arguments: object) -> None:
-    subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)], check=True, env={"JAX_PLATFORMS": "cpu"}
-    )
+    subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], check=True, env={"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.fixture(scope="module")

@@ -195,9 +195,7 @@ def logits_of(model, token_ids) -> torch.Tensor:
 def residuals_of(model, token_ids) -> np.ndarray:
     """Residual stream after each layer, [L, B, T, D], the last one before the final norm."""
     outputs = []
-    hooks = [
-        layer.register_forward_hook(lambda *args: outputs.append(args[2][0])) for layer in model.model.layers
-    ]
+    hooks = [layer.register_forward_hook(lambda *args: outputs.append(args[2][0])) for layer in model.model.layers]
     logits_of(model, token_ids)
     for hook in hooks:
         hook.remove()
@@ -283,9 +281,7 @@ def changes(model, token_ids, logits) -> dict[str, float]:
         with contextlib.ExitStack() as stack:
             for layer in model.model.layers:
                 for norm_name in norm_names:
-                    stack.enter_context(
-                        patched(getattr(layer.self_attn, norm_name), "variance_epsilon", 1e-5)
-                    )
+                    stack.enter_context(patched(getattr(layer.self_attn, norm_name), "variance_epsilon", 1e-5))
             found[name] = change()
     with contextlib.ExitStack() as stack:
         for layer in model.model.layers:
@@ -293,9 +289,7 @@ def changes(model, token_ids, logits) -> dict[str, float]:
         found["input_eps_1e-6"] = change()
     with contextlib.ExitStack() as stack:
         for router in routers:
-            stack.enter_context(
-                patched(router, "e_score_correction_bias", torch.zeros(config.n_routed_experts))
-            )
+            stack.enter_context(patched(router, "e_score_correction_bias", torch.zeros(config.n_routed_experts)))
         found["router_bias_dropped"] = change()
     with contextlib.ExitStack() as stack:
         for router in routers:
@@ -338,9 +332,7 @@ def mtp_tensors(config, seed: int) -> dict[str, torch.Tensor]:
         "shared_head.norm": (width,),
     }
     shapes["self_attn.q_a_proj"] = (config.q_lora_rank, width)
-    return {
-        f"{prefix}{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()
-    }
+    return {f"{prefix}{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def build(name: str, spec: dict, seed: int):
@@ -399,13 +391,9 @@ def write(name: str, spec: dict) -> None:
         path.chmod(0o644)
     # What is on disk, and not only what was in memory, gives these logits; this covers the edited
     # config.json.
-    reloaded = GlmMoeDsaForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    reloaded = GlmMoeDsaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     difference = (
-        (logits_of(reloaded, arrays["token_ids"].astype(np.int64)) - torch.tensor(arrays["logits"]))
-        .abs()
-        .max()
+        (logits_of(reloaded, arrays["token_ids"].astype(np.int64)) - torch.tensor(arrays["logits"])).abs().max()
     )
     assert difference < 1e-5, f"the reloaded model differs by {difference}"
     # Kept narrow: the layers that the tests look at, the last one included.

@@ -128,9 +128,7 @@ def drafter_config(**changes) -> dict:
         dflash_config=dict(block_size=6, mask_token_id=126, target_layer_ids=[1, 2, 3]),
     )
     for key, value in changes.items():
-        config[key] = (
-            config[key] | value if isinstance(config.get(key), dict) and value is not None else value
-        )
+        config[key] = config[key] | value if isinstance(config.get(key), dict) and value is not None else value
     if isinstance(config["dflash_config"], dict):
         config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if v is not None}
     return {key: value for key, value in config.items() if value is not None}

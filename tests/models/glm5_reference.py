@@ -67,18 +67,14 @@ def select_keys(config, weights, prefix, rows, q_latents, positions, visible):
     keys = []
     for t, x in enumerate(rows):
         norm = weights[f"{prefix}.k_norm.weight"], weights[f"{prefix}.k_norm.bias"]
-        keys.append(
-            rotated(layer_norm(weights[f"{prefix}.wk.weight"] @ x, *norm, LORA_NORM_EPS), positions[t])
-        )
+        keys.append(rotated(layer_norm(weights[f"{prefix}.wk.weight"] @ x, *norm, LORA_NORM_EPS), positions[t]))
     selected = []
     for t, x in enumerate(rows):
         queries = (weights[f"{prefix}.wq_b.weight"] @ q_latents[t]).reshape(heads, width)
         queries = [rotated(q, positions[t]) for q in queries]
         head_weights = (weights[f"{prefix}.weights_proj.weight"] @ x) * heads**-0.5
         scores = {
-            s: sum(
-                w * max(q @ keys[s] * width**-0.5, 0.0) for w, q in zip(head_weights, queries, strict=True)
-            )
+            s: sum(w * max(q @ keys[s] * width**-0.5, 0.0) for w, q in zip(head_weights, queries, strict=True))
             for s in visible[t]
         }
         ranked = sorted(scores, key=lambda s: -scores[s])
@@ -96,9 +92,7 @@ def attention(config, weights, prefix, rows, positions, visible, selected):
         q_latent = weights[f"{prefix}.q_a_proj.weight"] @ x
         q_latents.append(rms_norm(q_latent, weights[f"{prefix}.q_a_layernorm.weight"], LORA_NORM_EPS))
         q = (weights[f"{prefix}.q_b_proj.weight"] @ q_latents[t]).reshape(heads, nope + rope)
-        queries.append(
-            [np.concatenate([h[:nope], rope_interleaved(h[nope:], positions[t], theta)]) for h in q]
-        )
+        queries.append([np.concatenate([h[:nope], rope_interleaved(h[nope:], positions[t], theta)]) for h in q])
         latent = weights[f"{prefix}.kv_a_proj_with_mqa.weight"] @ x
         k_rope = rope_interleaved(latent[rank:], positions[t], theta)
         latent = rms_norm(latent[:rank], weights[f"{prefix}.kv_a_layernorm.weight"], LORA_NORM_EPS)
@@ -112,9 +106,7 @@ def attention(config, weights, prefix, rows, positions, visible, selected):
         attended = [s for s in selected[t] if s in visible[t]]
         pieces = []
         for h in range(heads):
-            probabilities = softmax(
-                np.array([queries[t][h] @ keys[s][h] for s in attended]) * (nope + rope) ** -0.5
-            )
+            probabilities = softmax(np.array([queries[t][h] @ keys[s][h] for s in attended]) * (nope + rope) ** -0.5)
             pieces.append(sum(p * values[s][h] for p, s in zip(probabilities, attended, strict=True)))
         outputs.append(weights[f"{prefix}.o_proj.weight"] @ np.concatenate(pieces))
     return outputs, selected
@@ -132,9 +124,7 @@ def mixture(config, weights, prefix, x):
     total = sum(scores[e] for e in chosen) + 1e-20 if config["norm_topk_prob"] else 1.0
     out = swiglu(weights, f"{prefix}.shared_experts", x)
     for e in chosen:
-        out = out + config["routed_scaling_factor"] * scores[e] / total * swiglu(
-            weights, f"{prefix}.experts.{e}", x
-        )
+        out = out + config["routed_scaling_factor"] * scores[e] / total * swiglu(weights, f"{prefix}.experts.{e}", x)
     return out
 
 
@@ -156,9 +146,7 @@ def forward(config, weights, token_ids, *, positions=None, parents=None):
         prefix = f"model.layers.{layer}"
         rows = [rms_norm(x, weights[f"{prefix}.input_layernorm.weight"], eps) for x in h]
         selected = None if kind == "full" else selected
-        outputs, selected = attention(
-            config, weights, f"{prefix}.self_attn", rows, positions, visible, selected
-        )
+        outputs, selected = attention(config, weights, f"{prefix}.self_attn", rows, positions, visible, selected)
         h = [x + y for x, y in zip(h, outputs, strict=True)]
         rows = [rms_norm(x, weights[f"{prefix}.post_attention_layernorm.weight"], eps) for x in h]
         if layer < config["first_k_dense_replace"]:

@@ -19,12 +19,8 @@ VARIANTS = {
     "sliding": dict(layer_types=["full_attention", "sliding_attention"], sliding_window=5),
     "sliding_causal": dict(layer_types=["sliding_attention"] * 2, sliding_window=5, is_causal=True),
     # No is_causal key: sliding layers are causal, full ones are not.
-    "causality_by_layer": dict(
-        layer_types=["sliding_attention", "full_attention"], sliding_window=5, is_causal=None
-    ),
-    "scaled": dict(
-        dflash_config=dict(input_embedding_scale=1.7, output_multiplier=0.8, final_logit_softcapping=1.3)
-    ),
+    "causality_by_layer": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5, is_causal=None),
+    "scaled": dict(dflash_config=dict(input_embedding_scale=1.7, output_multiplier=0.8, final_logit_softcapping=1.3)),
     "old_rope_key": dict(rope_parameters=None, rope_theta=500.0),
     "taps_out_of_order": dict(dflash_config=dict(target_layer_ids=[5, 0, 3])),
 }
@@ -83,9 +79,7 @@ def test_little_or_no_context(load_golden, reference_target, make_drafter, num_c
     else:
         embed, head = (reference_target[0][name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
         weights = {name: value.astype(np.float64) for name, value in weights.items()}
-        expected = [
-            dflash_reference.draft_logits(config, weights, embed, head, [], ids[0]) for ids in token_ids
-        ]
+        expected = [dflash_reference.draft_logits(config, weights, embed, head, [], ids[0]) for ids in token_ids]
     assert largest_error(logits, np.stack(expected)) <= TOLERANCE
 
 

@@ -26,9 +26,7 @@ def prefilled(target, golden, **options):
     return session
 
 
-@pytest.mark.parametrize(
-    ("name", "absorbed"), [("mixed", False), ("mixed", True), ("index_share", True)], ids=str
-)
+@pytest.mark.parametrize(("name", "absorbed"), [("mixed", False), ("mixed", True), ("index_share", True)], ids=str)
 def test_chunked_prefill_and_decoding_equal_those_of_transformers(load_golden, name, absorbed):
     target, golden = load_golden(name)
     token_ids = golden["token_ids"]
@@ -132,10 +130,7 @@ def test_two_rounds_with_a_commit_between(load_golden, absorbed):
         assert largest_error(logits[b], expected) <= TOLERANCE
         # A commit of the wrong nodes would show.
         prefix[-1] = int(first[b, 4])
-        assert (
-            largest_error(logits[b], glm5_reference.tree_logits(*reference, prefix, second[b], parents))
-            > FAULT
-        )
+        assert largest_error(logits[b], glm5_reference.tree_logits(*reference, prefix, second[b], parents)) > FAULT
 
 
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
@@ -158,9 +153,7 @@ def test_random_trees_equal_the_reference(load_golden, seed):
 def test_one_compilation_serves_every_length(load_golden):
     target, golden = load_golden("mixed")
     chex.clear_trace_counter()
-    counted = jax.jit(
-        chex.assert_max_traces(sessions.forward.__wrapped__, n=1), static_argnames=sessions.STATIC
-    )
+    counted = jax.jit(chex.assert_max_traces(sessions.forward.__wrapped__, n=1), static_argnames=sessions.STATIC)
     session = Session(target, 2, CAPACITY, forward=counted)
     for t in range(4):
         session.extend(golden["token_ids"][:, t : t + 1], np.array([1, t % 2]))

@@ -102,9 +102,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_parity_sees_the_fault(tmp_path, fault):
     name, config, tensors = FAULTS[fault]
-    folder = golden_models.edited(
-        golden_models.path(name), tmp_path / "target", config=config, tensors=tensors
-    )
+    folder = golden_models.edited(golden_models.path(name), tmp_path / "target", config=config, tensors=tensors)
     golden = golden_models.arrays(name)
     logits = models.target_logits(models.load_target(folder, dtype="float32"), golden["token_ids"])
     assert largest_error(logits, golden["logits"]) > FAULT

@@ -359,9 +359,7 @@ def test_regression_c35_positions_come_from_depth_and_not_from_the_slot(mixed):
     assert largest_error(session.verify(tree[:, order], relabelled), right[:, order]) <= TOLERANCE
 
 
-def test_regression_c38_the_draft_block_is_bidirectional_also_after_a_verification(
-    mixed, reference, make_drafter
-):
+def test_regression_c38_the_draft_block_is_bidirectional_also_after_a_verification(mixed, reference, make_drafter):
     target, golden = mixed
     drafter, config, weights = make_drafter(target)
     session, _, prefill_features = verified(mixed)

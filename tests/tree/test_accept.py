@@ -54,9 +54,7 @@ def test_a_tight_depth_bound_changes_nothing(trees, choices):
 def test_positions_are_prefix_plus_depth(trees):
     _, _, tree = trees
     prefix = jnp.arange(300, dtype=jnp.int32)
-    np.testing.assert_array_equal(
-        positions(tree, prefix), np.asarray(prefix)[:, None] + np.asarray(tree.depths)
-    )
+    np.testing.assert_array_equal(positions(tree, prefix), np.asarray(prefix)[:, None] + np.asarray(tree.depths))
 
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 2, SLOTS + 3])

@@ -125,11 +125,7 @@ def test_surrogate_is_not_beaten_by_other_prefix_sets():
     tree = build_tree(logits, np.zeros(20, np.int32), budget=4)
     for row, log_probs in zip(logits, np.asarray(tree.log_probs), strict=True):
         q = np.exp(row) / np.exp(row).sum(-1, keepdims=True)
-        every = [
-            np.prod(q[range(n), tokens])
-            for n in (1, 2, 3)
-            for tokens in itertools.product(range(3), repeat=n)
-        ]
+        every = [np.prod(q[range(n), tokens]) for n in (1, 2, 3) for tokens in itertools.product(range(3), repeat=n)]
         np.testing.assert_allclose(np.exp(log_probs[1:]).sum(), np.sort(every)[-4:].sum(), rtol=1e-5)
 
 
@@ -162,9 +158,7 @@ def test_overflowing_scores_end_the_tree():
 
 def test_float16_and_float64_inputs_rank_as_float32():
     logits = tree_cases.logits_batch(seed=4, per_kind=1, depth=3, vocab=8)[:1].astype(np.float16)
-    wide, narrow = (
-        build_tree(logits.astype(d), np.zeros(1, np.int64), budget=8) for d in (np.float64, np.float16)
-    )
+    wide, narrow = (build_tree(logits.astype(d), np.zeros(1, np.int64), budget=8) for d in (np.float64, np.float16))
     chex.assert_trees_all_equal(wide, narrow)
     chex.assert_type([wide.token_ids, wide.parents, wide.depths, wide.num_nodes], jnp.int32)
     chex.assert_type(wide.log_probs, jnp.float32)
@@ -172,9 +166,7 @@ def test_float16_and_float64_inputs_rank_as_float32():
 
 def test_shapes_for_every_degenerate_size():
     for depth, vocab, budget in ((0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0), (2, 1, 5)):
-        tree = build_tree(
-            np.zeros((2, depth, vocab), np.float32), np.asarray([3, 4], np.int32), budget=budget
-        )
+        tree = build_tree(np.zeros((2, depth, vocab), np.float32), np.asarray([3, 4], np.int32), budget=budget)
         assert tree.token_ids.shape == (2, budget + 1)
         np.testing.assert_array_equal(tree.token_ids[:, 0], [3, 4])
         expected = 1 + (min(depth, budget) if vocab else 0)

@@ -51,17 +51,13 @@ def test_law_of_the_walk_by_enumeration():
             tokens, parents = np.asarray(tree.token_ids)[0], np.asarray(tree.parents)[0]
             prefixes = [()]
             for node in range(1, budget + 1):
-                prefixes.append(
-                    (*prefixes[parents[node]], int(tokens[node])) if parents[node] >= 0 else (-1, node)
-                )
+                prefixes.append((*prefixes[parents[node]], int(tokens[node])) if parents[node] >= 0 else (-1, node))
             # Padding slots choose too; their choices are integrated out like all others.
             weights = np.prod([conditional(p)[assignments[:, n]] for n, p in enumerate(prefixes)], axis=0)
             many = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (len(assignments), *x.shape[1:])), tree)
             path = jax.device_get(walk(many, assignments))
             law = dict.fromkeys(itertools.product(range(vocab), repeat=length), 0.0)
-            for nodes, n, bonus, weight in zip(
-                path.node_ids, path.length, path.bonus_token_ids, weights, strict=True
-            ):
+            for nodes, n, bonus, weight in zip(path.node_ids, path.length, path.bonus_token_ids, weights, strict=True):
                 emitted = (*(int(t) for t in tokens[nodes[1:n]]), int(bonus))[:length]
                 for rest in itertools.product(range(vocab), repeat=length - len(emitted)):
                     probability = weight
@@ -134,9 +130,7 @@ def biased_choice(state, logits, depths, emitted, params):
 
     def draw(key, index, weights, ratio):
         uniform_key, choice_key = jax.random.split(jax.random.fold_in(key, index))
-        return jax.random.uniform(uniform_key) < ratio[0], jax.random.categorical(
-            choice_key, jnp.log(weights)
-        )
+        return jax.random.uniform(uniform_key) < ratio[0], jax.random.categorical(choice_key, jnp.log(weights))
 
     accepted, other = jax.vmap(jax.vmap(draw, in_axes=(None, 0, 0, 0)))(
         params.keys, emitted[:, None] + depths, residual, ratio

@@ -84,9 +84,7 @@ def test_one_corrupted_tree_field_fires_one_rule(tree, field, index, value, rule
     wrong = set_at(tree, field, index, value)
     fired = broken(rules.TREE_RULES, wrong)
     # Moving the count, or the root's depth, is also seen from the slots next to it.
-    also = {"num_nodes": {"padding_inert", "parent_before_child", "scores_finite"}, "depths": set()}.get(
-        field, set()
-    )
+    also = {"num_nodes": {"padding_inert", "parent_before_child", "scores_finite"}, "depths": set()}.get(field, set())
     if field == "depths" and index[1] == 0:
         also = {"depth_is_parent_depth_plus_one"}
     assert fired[0] == rule

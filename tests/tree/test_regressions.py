@@ -180,9 +180,7 @@ def scripted(chain, choices, remaining, stops=()):
     """One round in which the drafter proposes `chain` and the target chooses `choices`."""
     toy = Toy(depth=len(chain))
     state = toy_model.prefill(toy, [[1, 2]], SamplingParams.create(1), "greedy", remaining + 1, (), 32)
-    fns = toy_model.functions(
-        toy, "chain", 0, lambda logits, depths, emitted: jnp.asarray([choices], jnp.int32)
-    )
+    fns = toy_model.functions(toy, "chain", 0, lambda logits, depths, emitted: jnp.asarray([choices], jnp.int32))
     fns = dataclasses.replace(fns, draft=lambda *_: jax.nn.one_hot(jnp.asarray(chain), toy.vocab)[None])
     after, out = speculative_round(state, fns, jnp.asarray(stops, jnp.int32), max_depth=len(chain))
     return state, after, out, np.asarray(out.token_ids)[0, : int(out.counts[0])].tolist()
@@ -247,9 +245,7 @@ def test_regression_d47_tree_accepts_what_the_chain_accepts():
     compared = longer = 0
     for b in range(200):
         tokens, parents = np.asarray(tree.token_ids)[b].tolist(), np.asarray(tree.parents)[b].tolist()
-        nodes, _ = reference.walk(
-            tokens, parents, [logits[b].argmax(-1)[d] if d < 4 else -5 for d in tree.depths[b]]
-        )
+        nodes, _ = reference.walk(tokens, parents, [logits[b].argmax(-1)[d] if d < 4 else -5 for d in tree.depths[b]])
         if len(nodes) < 5:
             continue
         compared += 1
@@ -282,9 +278,7 @@ def first_token_counts(params, logits, tree, mode):
 
 def seeds(batch, **settings):
     one = SamplingParams.create(1, **settings)
-    fields = {
-        f: jnp.broadcast_to(getattr(one, f), (batch,)) for f in ("temperature", "top_k", "top_p", "min_p")
-    }
+    fields = {f: jnp.broadcast_to(getattr(one, f), (batch,)) for f in ("temperature", "top_k", "top_p", "min_p")}
     return SamplingParams(**fields, keys=jax.random.split(jax.random.key(1), batch))
 
 
@@ -292,9 +286,7 @@ def test_regression_d49_temperature_is_honoured():
     """T = 0.6: the frequencies are those of the sharpened distribution, and not those of T = 1."""
     p = np.asarray([0.5, 0.3, 0.2])
     tree = tree_cases.tree_from_lists([[-1, 0]], [[0, 1]], 2)
-    counts = first_token_counts(
-        seeds(50_000, temperature=0.6), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample"
-    )
+    counts = first_token_counts(seeds(50_000, temperature=0.6), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample")
     sharp = p ** (1 / 0.6)
     sharp /= sharp.sum()
     assert laws.chi_square_p_value(counts, {(t,): sharp[t] for t in range(3)}) > 1e-6
@@ -307,13 +299,9 @@ def test_regression_d50_deterministic_siblings_are_unbiased():
     """
     p = np.asarray([0.5, 0.3, 0.2])
     tree = tree_cases.tree_from_lists([[-1, 0, 0]], [[2, 0, 1]], 3)
-    counts = first_token_counts(
-        seeds(50_000, temperature=1.0), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample"
-    )
+    counts = first_token_counts(seeds(50_000, temperature=1.0), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample")
     assert laws.chi_square_p_value(counts, {(t,): p[t] for t in range(3)}) > 1e-6
-    greedy = first_token_counts(
-        seeds(50, temperature=0.0), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample"
-    )
+    greedy = first_token_counts(seeds(50, temperature=0.0), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample")
     assert greedy == {(0,): 50}
 
 
@@ -339,9 +327,7 @@ def test_regression_d52_greedy_drafts_keep_a_sampling_target_exact():
     """
     p = np.asarray([0.2, 0.5, 0.3])
     tree = chain_tree(log_rows([0.9, 0.05, 0.05]), np.zeros(1, np.int32))
-    counts = first_token_counts(
-        seeds(50_000, temperature=1.0), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample"
-    )
+    counts = first_token_counts(seeds(50_000, temperature=1.0), jnp.log(jnp.asarray(p, jnp.float32)), tree, "sample")
     assert laws.chi_square_p_value(counts, {(t,): p[t] for t in range(3)}) > 1e-6
 
 

@@ -53,9 +53,7 @@ def test_greedy_equals_plain_decoding(algorithm, budget):
 def test_sampled_outputs_do_not_depend_on_the_algorithm(mode):
     params = SamplingParams.create(4, temperature=0.9, top_k=7, top_p=0.95, min_p=0.02, seed=[3, 1, 4, 1])
     runs = {
-        (algorithm, budget): generate(
-            TOY, PROMPTS, algorithm=algorithm, budget=budget, params=params, mode=mode
-        )
+        (algorithm, budget): generate(TOY, PROMPTS, algorithm=algorithm, budget=budget, params=params, mode=mode)
         for algorithm, budget in (("none", 0), ("chain", 0), ("tree", 4), ("tree", 32))
     }
     plain = runs["none", 0][0]
@@ -109,12 +107,8 @@ def scripted_round(chain, choices, *, remaining, stops=(), finished=False, max_d
     toy = Toy(depth=depth)
     logits = jax.nn.one_hot(jnp.asarray(chain), toy.vocab)[None]
     state = toy_model.prefill(toy, [[1, 2]], SamplingParams.create(1), "greedy", 40, (), 32)
-    state = dataclasses.replace(
-        state, remaining=jnp.asarray([remaining], jnp.int32), finished=jnp.asarray([finished])
-    )
-    fns = toy_model.functions(
-        toy, "chain", 0, lambda logits, depths, emitted: jnp.asarray([choices], jnp.int32)
-    )
+    state = dataclasses.replace(state, remaining=jnp.asarray([remaining], jnp.int32), finished=jnp.asarray([finished]))
+    fns = toy_model.functions(toy, "chain", 0, lambda logits, depths, emitted: jnp.asarray([choices], jnp.int32))
     fns = dataclasses.replace(fns, draft=lambda cache, roots, lengths: logits)
     max_depth = depth if max_depth is None else max_depth
     after, out = speculative_round(state, fns, jnp.asarray(stops, jnp.int32), max_depth=max_depth)
@@ -161,9 +155,7 @@ def test_debug_mode_passes_on_real_rounds_and_fires_on_a_broken_build():
 
     params = SamplingParams.create(4)
     state = toy_model.prefill(TOY, PROMPTS, params, "greedy", 24, (), 64)
-    fns = toy_model.functions(
-        TOY, "tree", 8, lambda logits, depths, emitted: jnp.argmax(logits, -1).astype(jnp.int32)
-    )
+    fns = toy_model.functions(TOY, "tree", 8, lambda logits, depths, emitted: jnp.argmax(logits, -1).astype(jnp.int32))
     checked = chex.chexify(jax.jit(step, static_argnames="fns"), async_check=False)
     plain_state, plain = speculative_round(state, fns, jnp.zeros((0,), jnp.int32), max_depth=TOY.depth)
     new_state, out = checked(state, params, jnp.zeros((0,), jnp.int32), fns=fns)
@@ -179,9 +171,7 @@ def test_debug_mode_passes_on_real_rounds_and_fires_on_a_broken_build():
 
 def test_wrong_arguments_are_named():
     state = toy_model.prefill(TOY, PROMPTS, SamplingParams.create(4), "greedy", 24, (), 64)
-    fns = toy_model.functions(
-        TOY, "none", 0, lambda logits, depths, emitted: jnp.argmax(logits, -1).astype(jnp.int32)
-    )
+    fns = toy_model.functions(TOY, "none", 0, lambda logits, depths, emitted: jnp.argmax(logits, -1).astype(jnp.int32))
     stops = jnp.zeros((0,), jnp.int32)
     with pytest.raises(ValueError, match="max_depth"):
         speculative_round(state, fns, stops, max_depth=-1)

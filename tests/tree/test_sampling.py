@@ -63,9 +63,7 @@ def test_filters_equal_the_plain_ones(eighths, temperature, top_k, top_p, min_p)
 
 def kept_ids(row, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     arrays = (jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p))
-    return np.flatnonzero(
-        np.asarray(filter_logits(jnp.asarray(row, jnp.float32), *arrays)) > -np.inf
-    ).tolist()
+    return np.flatnonzero(np.asarray(filter_logits(jnp.asarray(row, jnp.float32), *arrays)) > -np.inf).tolist()
 
 
 def test_degenerate_filters():
@@ -101,9 +99,7 @@ def test_large_vocabulary_filters_equal_the_plain_ones():
     )
     for b in range(3):
         for n in range(2):
-            kept, _ = filter_oracle(
-                logits[b, n], *(float(p[b]) if p.dtype != int else int(p[b]) for p in params)
-            )
+            kept, _ = filter_oracle(logits[b, n], *(float(p[b]) if p.dtype != int else int(p[b]) for p in params))
             different = kept ^ set(np.flatnonzero(got[b, n] > -np.inf).tolist())
             assert len(different) <= 1  # a token whose cumulative mass is top_p to float32 rounding
 
@@ -191,14 +187,9 @@ def test_choices_stay_in_the_vocabulary_whatever_the_logits(mode):
 
 
 def test_seeds_of_any_size():
-    data = {
-        seed: tuple(jax.random.key_data(key_from_seed(seed)).tolist())
-        for seed in (0, 1, -1, 2**32, 2**40, 2**63)
-    }
+    data = {seed: tuple(jax.random.key_data(key_from_seed(seed)).tolist()) for seed in (0, 1, -1, 2**32, 2**40, 2**63)}
     assert len(set(data.values())) == len(data)
-    np.testing.assert_array_equal(
-        jax.random.key_data(key_from_seed(7)), jax.random.key_data(jax.random.key(7))
-    )
+    np.testing.assert_array_equal(jax.random.key_data(key_from_seed(7)), jax.random.key_data(jax.random.key(7)))
     params = SamplingParams.create(2, seed=np.int64(5))
     np.testing.assert_array_equal(params.top_p, [1.0, 1.0])
     assert SamplingParams.create(0).keys.shape == (0,)

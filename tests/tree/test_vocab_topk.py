@@ -39,9 +39,7 @@ def oracle(logits, k):
     clean = np.where(np.isfinite(logits), logits, -np.inf)
     ids = np.argsort(-clean, axis=-1, kind="stable")[..., :k]
     peak = clean.max(-1, keepdims=True)
-    shifted = np.where(
-        np.isfinite(peak), clean.astype(np.float64) - np.where(np.isfinite(peak), peak, 0), -np.inf
-    )
+    shifted = np.where(np.isfinite(peak), clean.astype(np.float64) - np.where(np.isfinite(peak), peak, 0), -np.inf)
     with np.errstate(divide="ignore"):
         normalizer = np.log(np.exp(shifted).sum(-1)) + np.where(np.isfinite(peak), peak, 0)[..., 0]
     return np.take_along_axis(clean, ids, axis=-1), ids, normalizer

@@ -83,9 +83,7 @@ def append(cache, rows, counts):
     index = jnp.arange(width, dtype=jnp.int32)[None, :]
     capacity = cache["rows"]["token"].shape[1]
     slots = jnp.where(index < counts[:, None], cache["lengths"][:, None] + index, capacity)
-    written = jax.tree.map(
-        lambda buffer, new: buffer.at[batch, slots].set(new, mode="drop"), cache["rows"], rows
-    )
+    written = jax.tree.map(lambda buffer, new: buffer.at[batch, slots].set(new, mode="drop"), cache["rows"], rows)
     return {"rows": written, "lengths": cache["lengths"] + counts}
 
 
@@ -137,9 +135,7 @@ def round_step(state, params, stop_token_ids, *, toy, algorithm, budget, mode):
     return speculative_round(state, fns, stop_token_ids, max_depth=max_depth)
 
 
-def prefill(
-    toy: Toy, prompts, params, mode: str, max_new_tokens, stop_token_ids, capacity: int
-) -> RoundState:
+def prefill(toy: Toy, prompts, params, mode: str, max_new_tokens, stop_token_ids, capacity: int) -> RoundState:
     """Commits the prompts and chooses each sequence's first token (output index 0), on the host."""
     batch, longest = len(prompts), max(len(p) for p in prompts)
     tokens = jnp.asarray([list(p) + [0] * (longest - len(p)) for p in prompts], jnp.int32)

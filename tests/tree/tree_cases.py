@@ -72,9 +72,7 @@ def tree_from_lists(parents: list[list[int]], token_ids: list[list[int]], slots:
         token_ids=pad(token_ids, 0, jnp.int32),
         parents=pad(parents, -1, jnp.int32),
         depths=pad(depths, 0, jnp.int32),
-        log_probs=pad(
-            [[-float(d) for d in np.maximum.accumulate(row)] for row in depths], -np.inf, jnp.float32
-        ),
+        log_probs=pad([[-float(d) for d in np.maximum.accumulate(row)] for row in depths], -np.inf, jnp.float32),
         num_nodes=jnp.asarray([len(row) for row in parents], jnp.int32),
     )
 
