@@ -10,6 +10,7 @@ import importlib.resources
 import json
 import math
 import os
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class BenchSettings:
       batch: prompts decoded together.
       temperature: 0 is greedy.
       repeats: timed passes of each row.
+      prompt_file: JSON list of objects with `prompt`, as heldout.json of the shipped pair, which None stands for.
     """
 
     prompts: int = 8
@@ -45,6 +47,7 @@ class BenchSettings:
     batch: int = 1
     temperature: float = 0.0
     repeats: int = 3
+    prompt_file: str | None = None
 
     def __post_init__(self):
         for name in ("prompts", "max_new_tokens", "batch", "repeats"):
@@ -168,13 +171,21 @@ class BenchReport:
         return "\n".join([head, legend, *body, f"identical {self.num_identical}/{settings.prompts}"])
 
 
-def held_out_prompts() -> list[str]:
-    """Returns the prompts that ship with the package; no model of the shipped pair was trained on them."""
-    file = importlib.resources.files("ddtree_jax") / "demo" / "heldout.json"
+def held_out_prompts(path: str | None = None) -> list[str]:
+    """Returns the prompts of a JSON file; by default those that ship, on which no shipped model was trained.
+
+    Raises:
+      ValueError: a file of the caller's that is missing or not a list of objects with a `prompt`.
+      CheckpointError: the shipped file is missing.
+    """
+    shipped = importlib.resources.files("ddtree_jax") / "demo" / "heldout.json"
+    file = shipped if path is None else pathlib.Path(path)
     try:
-        return [entry["prompt"] for entry in json.loads(file.read_text(encoding="utf-8"))]
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: expected the held-out prompts of the shipped pair, found no file") from None
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        return [str(entry["prompt"]) for entry in entries]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        message = f"{file}: expected a JSON list of objects with 'prompt', found: {error}"
+        raise (CheckpointError if path is None else ValueError)(message) from None
 
 
 def run_bench(
@@ -195,9 +206,9 @@ def run_bench(
 
     say = progress or (lambda message: None)
     require_drafter(SpeculativeAlgorithm.DDTREE, engine.drafter is not None)
-    prompts = held_out_prompts()
+    prompts = held_out_prompts(settings.prompt_file)
     if settings.prompts > len(prompts):
-        raise ValueError(f"prompts: got {settings.prompts}; at most {len(prompts)} ship with the package")
+        raise ValueError(f"prompts: got {settings.prompts}; at most {len(prompts)} are there")
     prompts = prompts[: settings.prompts]
 
     configurations: list[tuple[SpeculativeAlgorithm, int | None]] = []

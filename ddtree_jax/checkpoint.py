@@ -6,10 +6,13 @@ The reader parses safetensors headers itself: numpy has no bfloat16 or float8, a
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,6 +27,7 @@ from ddtree_jax.models.params import TensorSpec
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_JSON_BYTES = 200_000_000
 MAX_SHARD_BYTES = 15_000_000
 
 FLOAT_DTYPES: Mapping[str, np.dtype] = {
@@ -52,16 +56,36 @@ class TensorEntry:
 def read_json(path: Path) -> Any:
     """A JSON file, or `CheckpointError` naming it."""
     try:
+        _check_regular(path, MAX_JSON_BYTES)
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: file not found; expected an HF-format checkpoint folder") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, or an absurd number
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+
+
+def _check_regular(path: Path, limit: int | None = None) -> None:
+    """A pipe or a device in a file's place could block or never end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: not a regular file")
+    if limit is not None and found.st_size > limit:
+        raise CheckpointError(f"{path}: {found.st_size} bytes, expected at most {limit}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name given twice is a fault, where `json` would silently keep the last."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        twice = next(name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} is given twice")
+    return out
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of one safetensors file, each checked to lie inside the file."""
     try:
+        _check_regular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
@@ -73,16 +97,21 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raw = file.read(length)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: file not found; the checkpoint is missing a shard") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise CheckpointError(f"{str(path)!r}: cannot be read: {error}") from None
     try:
-        header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        header = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header is a {type(header).__name__}, expected an object")
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, info, 8 + length, size) for name, info in header.items()}
+    entries = {name: _entry(path, name, info, 8 + length, size) for name, info in header.items()}
+    ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes))
+    for (before, first), (name, second) in itertools.pairwise(ordered):
+        if second.start < first.start + first.num_bytes:
+            raise CheckpointError(f"{path}: tensor {name!r}: overlaps tensor {before!r}")
+    return entries
 
 
 def _entry(path: Path, name: str, info: Any, data_start: int, size: int) -> TensorEntry:
@@ -90,6 +119,8 @@ def _entry(path: Path, name: str, info: Any, data_start: int, size: int) -> Tens
     if not isinstance(info, dict):
         raise CheckpointError(f"{where}: entry is not an object")
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
+    if not isinstance(dtype, str):
+        raise CheckpointError(f"{where}: unknown dtype {dtype!r}")
     item = FLOAT_DTYPES[dtype].itemsize if dtype in FLOAT_DTYPES else OTHER_SIZES.get(dtype)
     if item is None:
         raise CheckpointError(f"{where}: unknown dtype {dtype!r}")

@@ -159,6 +159,7 @@ def _add_bench(commands: Any) -> None:
         ),
     )
     parser.add_argument("--prompts", type=int, default=8, metavar="N", help="first N held-out prompts; default 8")
+    parser.add_argument("--prompt-file", metavar="FILE", help="JSON list of objects with 'prompt'; default: shipped")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="default 96")
     parser.add_argument(
         "--budgets",
@@ -331,6 +332,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         temperature=arguments.temperature,
         repeats=arguments.repeats,
+        prompt_file=arguments.prompt_file,
     )
     progress = _progress(arguments.progress)
     engine = _load(arguments, progress)

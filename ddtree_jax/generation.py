@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import checkify
 
 from ddtree_jax import decoding
 from ddtree_jax.engine import Engine
+from ddtree_jax.errors import InvariantError
 from ddtree_jax.requests import Request, check_request
 from ddtree_jax.sampling import SamplingParams
 from ddtree_jax.stats import Chunk, Result, RoundTree, Stats
@@ -67,6 +68,7 @@ def generate(
     Raises:
       ValueError: a bad argument, named, before any device work.
       UnsupportedRequestError: the engine or the algorithm cannot do it.
+      InvariantError: with `debug`, a round broke a rule; a bug here.
     """
     request = check_request(
         engine,
@@ -236,7 +238,7 @@ def _sequences(engine: Engine, request: Request, group: list[int], run: _Run) ->
 def _generate_group(
     engine: Engine, request: Request, group: list[int], debug: bool, progress: Callable[[str], None] | None
 ) -> list[Result]:
-    if debug:  # chexify cannot look inside a device loop: the rounds run one by one
+    if debug:  # the checks of a device loop would report only at its end: the rounds run one by one
         return _collect(engine, request, _stream_group(engine, request, group, False, True, progress), group)
     run = _prefill(engine, request, group, debug, progress)
     sequences = _sequences(engine, request, group, run)
@@ -315,7 +317,17 @@ def _stream_group(
 
 
 def _checked_step(plan: decoding.Plan) -> Callable[..., tuple[RoundState, RoundOutput]]:
-    return chex.chexify(jax.jit(functools.partial(decoding.run_round, plan)), async_check=False)
+    # Not chex.chexify: it registers every function it wraps for the life of the process, and warns at exit.
+    checked = jax.jit(checkify.checkify(functools.partial(decoding.run_round, plan)))
+
+    def step(*args: Any) -> tuple[RoundState, RoundOutput]:
+        error, out = checked(*args)
+        message = error.get()
+        if message is not None:
+            raise InvariantError(message)
+        return out
+
+    return step
 
 
 def _chunk(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ddtree_jax.thresholds import largest_key, ordered_bits
 from ddtree_jax.tree import checks
 
 MODES = ("greedy", "sample", "filtered")
@@ -97,7 +98,7 @@ def filter_logits(
     per_row = _row_params(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with jax.named_scope("filter_logits"):
         scaled = _scale(logits, per_row["temperature"])
-        keys = _ordered_bits(scaled)
+        keys = ordered_bits(scaled)
         kept = _top_k_mask(keys, per_row["top_k"])
         kept = kept & _top_p_mask(keys, jnp.where(kept, jnp.exp(scaled), 0.0), per_row["top_p"])
         kept = kept & ((jnp.exp(scaled) >= per_row["min_p"]) | (per_row["min_p"] <= 0.0))
@@ -200,32 +201,11 @@ def _scale(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     return jnp.where(alone, jnp.where(vocab_ids == argmax, 0.0, -jnp.inf), scaled)
 
 
-def _ordered_bits(values: jax.Array) -> jax.Array:
-    """uint32 keys in the order of float32 values without NaN."""
-    bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)
-    return jnp.where(bits >> 31 == 0, bits | jnp.uint32(0x80000000), ~bits)
-
-
-def _largest_key(reaches) -> jax.Array:
-    """The largest uint32 threshold for which the monotone predicate `reaches` holds (it holds for 0), bit by
-    bit.
-
-    32 counting passes instead of a sort: on both CPU and GPU much cheaper for [B, N, V].
-    """
-
-    def step(i, threshold):
-        candidate = threshold | (jnp.uint32(0x80000000) >> i.astype(jnp.uint32))
-        return jnp.where(reaches(candidate), candidate, threshold)
-
-    shape = jax.eval_shape(reaches, jnp.uint32(0)).shape
-    return lax.fori_loop(0, 32, step, jnp.zeros(shape, jnp.uint32))
-
-
 def _top_k_mask(keys: jax.Array, top_k: jax.Array) -> jax.Array:
     """Everything at or above the k-th largest value."""
     vocab = keys.shape[-1]
     k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
-    kth = _largest_key(lambda key: jnp.sum(keys >= key, axis=-1, keepdims=True, dtype=jnp.int32) >= k)
+    kth = largest_key(lambda key: jnp.sum(keys >= key, axis=-1, keepdims=True, dtype=jnp.int32) >= k)
     return keys >= kth
 
 
@@ -238,7 +218,7 @@ def _top_p_mask(keys: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Array
     def mass_from(key):
         return jnp.sum(jnp.where(keys >= key, mass, 0.0), axis=-1, keepdims=True)
 
-    edge = _largest_key(lambda key: mass_from(key) >= wanted)
+    edge = largest_key(lambda key: mass_from(key) >= wanted)
     edge = jnp.minimum(edge, jnp.max(keys, axis=-1, keepdims=True))
     above, at_edge = keys > edge, keys == edge
 

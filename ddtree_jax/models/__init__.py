@@ -1,6 +1,6 @@
 """GLM-5 target and DFlash drafter in Flax NNX, and their loaders."""
 
-from ddtree_jax.models.cache import Cache, gather_rows, write_rows
+from ddtree_jax.models.cache import Cache, write_rows
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.pair import (
     Drafter,
@@ -23,7 +23,6 @@ __all__ = [
     "Glm5Config",
     "Target",
     "draft_logits",
-    "gather_rows",
     "load_drafter",
     "load_target",
     "make_drafter",

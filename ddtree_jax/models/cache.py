@@ -10,7 +10,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -52,9 +51,3 @@ def write_rows(cache: Cache, new_rows: Any, counts: jax.Array) -> Cache:
         return put(old, new.astype(old.dtype), lengths)
 
     return Cache(rows=jax.tree.map(write, cache.rows, new_rows), lengths=lengths + counts)
-
-
-def gather_rows(rows: Any, node_ids: jax.Array) -> Any:
-    """Picks tree rows by node: leaves [R, B, N, width] -> [R, B, D, width]; node_ids int32[B, D], negative = row 0."""
-    index = jnp.maximum(node_ids, 0)
-    return jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, index[None, :, :, None], axis=2), rows)

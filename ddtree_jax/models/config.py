@@ -1,6 +1,6 @@
 """Static, hashable descriptions of the two networks, read from and written to HF-format `config.json`.
 
-A config is validated when it is made: a value that no layer could honour raises `CheckpointError` naming the key,
+A config is validated when it is read: a value that no layer could honour raises `CheckpointError` naming the key,
 what was found and what is allowed, before any array exists.
 """
 
@@ -14,6 +14,9 @@ from ddtree_jax.errors import CheckpointError
 
 FULL, SHARED = "full", "shared"
 DENSE, SPARSE = "dense", "sparse"
+MAX_SIZE = 2**31 - 1  # of any size in a config: positions, ids and indices are int32
+# Lists are made of these before the weights can contradict them; the limits lie far above any model.
+MAX_COUNTS = {"num_hidden_layers": 4096, "n_routed_experts": 65536, "block_size": 4096}
 TARGET_ARCHITECTURE = "GlmMoeDsaForCausalLM"
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 
@@ -26,16 +29,37 @@ def _require(condition: bool, key: str, found: Any, allowed: str) -> None:
 def _positive_ints(values: dict[str, Any], keys: tuple[str, ...]) -> None:
     for key in keys:
         value = values.get(key)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        _require(ok, key, value, "a positive integer")
+        limit = MAX_COUNTS.get(key, MAX_SIZE)
+        ok = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit
+        _require(ok, key, value, f"an integer in [1, {limit}]")
 
 
 def _number(values: dict[str, Any], key: str, default: float, minimum: float) -> float:
     value = values.get(key, default)
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    ok = ok and math.isfinite(value) and value > minimum
-    _require(ok, key, value, f"a finite number above {minimum:g}")
+    _require(_is_finite(value) and value > minimum, key, value, f"a finite number above {minimum:g}")
     return float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    """A JSON number that a float can hold."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of float
+        return False
+
+
+def _flag(values: dict[str, Any], key: str, default: bool) -> bool:
+    value = values.get(key, default)
+    _require(isinstance(value, bool), key, value, "true or false")
+    return value
+
+
+def _architectures(values: dict[str, Any]) -> list[Any]:
+    names = values.get("architectures") or []
+    _require(isinstance(names, list), "architectures", names, "a list of names")
+    return names
 
 
 def _rope_theta(values: dict[str, Any], *, default: float | None) -> float:
@@ -45,7 +69,7 @@ def _rope_theta(values: dict[str, Any], *, default: float | None) -> float:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     _require(kind == "default", "rope_parameters.rope_type", kind, "'default' (no scaled RoPE is implemented)")
     theta = parameters.get("rope_theta", values.get("rope_theta", default))
-    ok = isinstance(theta, (int, float)) and not isinstance(theta, bool) and math.isfinite(theta) and theta > 0
+    ok = _is_finite(theta) and theta > 0
     _require(ok, "rope_parameters.rope_theta", theta, "a positive number; it has no safe default")
     return float(theta)
 
@@ -112,7 +136,7 @@ class Glm5Config:
         """Reads an HF `config.json` dict. Raises `CheckpointError` naming a key that is missing or not allowed."""
         _require(isinstance(values, dict), "(whole file)", type(values).__name__, "an object")
         model_type = values.get("model_type")
-        architectures = values.get("architectures") or []
+        architectures = _architectures(values)
         ok = model_type == "glm_moe_dsa" or TARGET_ARCHITECTURE in architectures
         _require(ok, "model_type", model_type, "'glm_moe_dsa' (GLM-5, 5.1, 5.2, 5.3); glm5_next is another network")
         v = dict(values)
@@ -141,17 +165,19 @@ class Glm5Config:
         for key, allowed in fixed.items():
             found = v.get(key)
             _require(found is None or found == allowed, key, found, f"{allowed!r}")
-        layers = v["num_hidden_layers"]
+        layers, pad_token_id = v["num_hidden_layers"], v.get("pad_token_id")
+        _require(not isinstance(pad_token_id, (list, tuple)), "pad_token_id", pad_token_id, "one token id")
+        _token_ids(pad_token_id, "pad_token_id", v["vocab_size"])
         config = cls(
             **{key: v[key] for key in integer_keys},
-            norm_topk_prob=bool(v.get("norm_topk_prob", True)),
+            norm_topk_prob=_flag(v, "norm_topk_prob", True),
             routed_scaling_factor=_number(v, "routed_scaling_factor", 1.0, 0.0),
             indexer_types=_indexer_types(v, layers),
             mlp_layer_types=_mlp_layer_types(v, layers),
             rope_theta=_rope_theta(v, default=None),
             rms_norm_eps=_number(v, "rms_norm_eps", 1e-5, 0.0),
             eos_token_ids=_token_ids(v.get("eos_token_id"), "eos_token_id", v["vocab_size"]),
-            pad_token_id=v.get("pad_token_id"),
+            pad_token_id=pad_token_id,
         )
         config._validate()
         return config
@@ -200,13 +226,13 @@ class Glm5Config:
 
 
 def _indexer_types(values: dict[str, Any], layers: int) -> tuple[str, ...]:
-    """Explicit list, else `index_topk_pattern`, else the frequency rule (glm5.md 1.2)."""
+    """Explicit list, else `index_topk_pattern`, else the frequency rule of transformers."""
     types = values.get("indexer_types")
     if types is None:
         pattern = values.get("index_topk_pattern")
         if pattern is not None:
             names = {"F": FULL, "S": SHARED}
-            ok = isinstance(pattern, (str, list)) and all(letter in names for letter in pattern)
+            ok = isinstance(pattern, (str, list)) and all(letter in ("F", "S") for letter in pattern)
             _require(ok, "index_topk_pattern", pattern, "letters F and S")
             types = [names[letter] for letter in pattern]
         else:
@@ -236,7 +262,7 @@ def _mlp_layer_types(values: dict[str, Any], layers: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig:
-    """DFlash v1 block-diffusion drafter (glm5.md 4.2-4.5).
+    """DFlash v1 block-diffusion drafter (arXiv 2602.06036).
 
     `target_layer_ids` k means the residual stream AFTER 0-based target layer k. `causal` holds one entry a layer:
     whether a block row attends only to block rows at or before it. `windows` holds one entry a layer: the sliding
@@ -275,7 +301,7 @@ class DFlashConfig:
         `target_layer_ids` and `mask_token_id` are never guessed: a wrong guess only shows as poor acceptance.
         """
         _require(isinstance(values, dict), "(whole file)", type(values).__name__, "an object")
-        architectures = values.get("architectures") or []
+        architectures = _architectures(values)
         ok = DRAFTER_ARCHITECTURE in architectures
         _require(ok, "architectures", architectures, f"[{DRAFTER_ARCHITECTURE!r}]")
         nested = values.get("dflash_config") or {}
@@ -315,6 +341,8 @@ class DFlashConfig:
         _require(heads % groups == 0, "num_key_value_heads", groups, f"a divisor of num_attention_heads {heads}")
         _require(v["head_dim"] % 2 == 0, "head_dim", v["head_dim"], "an even number (rotary halves)")
         softcap = v.get("final_logit_softcapping")
+        if v.get("num_target_layers") is not None:
+            _positive_ints(v, ("num_target_layers",))
         return cls(
             **{key: v[key] for key in integer_keys},
             mask_token_id=mask,
@@ -330,7 +358,11 @@ class DFlashConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` dict that `from_hf` reads back to an equal config (one window, one causality)."""
+        """The `config.json` dict that `from_hf` reads back to an equal config.
+
+        Raises ValueError for what a config.json cannot say: two windows, or layers of mixed causality other than
+        "sliding layers are causal".
+        """
         nested: dict[str, Any] = {
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,
@@ -344,6 +376,9 @@ class DFlashConfig:
             *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "num_target_layers"),
         )
         windows = {window for window in self.windows if window is not None}
+        sliding = tuple(window is not None for window in self.windows)
+        if len(windows) > 1 or (len(set(self.causal)) > 1 and self.causal != sliding):
+            raise ValueError(f"causal {self.causal}, windows {self.windows}: config.json cannot say this")
         return {
             "architectures": [DRAFTER_ARCHITECTURE],
             "model_type": "qwen3",
@@ -351,7 +386,7 @@ class DFlashConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": False,
-            "is_causal": self.causal[0],
+            "is_causal": self.causal[0] if len(set(self.causal)) == 1 else None,
             "layer_types": ["full_attention" if w is None else "sliding_attention" for w in self.windows],
             "sliding_window": min(windows) if windows else None,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},

@@ -1,4 +1,4 @@
-"""DFlash block-diffusion drafter (arXiv 2602.06036; glm5.md 4.4): one pass proposes L next-token distributions.
+"""DFlash block-diffusion drafter (arXiv 2602.06036): one pass proposes L next-token distributions.
 
 A block is [root, mask, ..., mask]. Its rows attend to the committed context, whose keys and values come from target
 features alone, and to each other without a causal order. The drafter borrows the target's embedding table and head.
@@ -130,7 +130,7 @@ class DFlash(nnx.Module):
         """Runs block rows through the layers.
 
         Args:
-          embeddings: [B, T, D] raw target embeddings of the block tokens.
+          embeddings: [B, T, D] raw target embeddings of the block tokens; cast to the dtype of the drafter.
           positions: int32[B, T] absolute positions of the block tokens.
           context: leaves [layers, B, M, Hkv * hd].
           context_positions: int32[B, M].
@@ -163,7 +163,8 @@ class DFlash(nnx.Module):
                 mask &= (jnp.abs(distance) < window) & ((distance >= 0) | ~causal)
             return nnx.merge(graphdef, params)(h, context, mask, cos, sin), None
 
-        h, _ = jax.lax.scan(body, embeddings * c.input_embedding_scale, (params, context, window, causal))
+        h = (embeddings * c.input_embedding_scale).astype(self.fc.kernel.dtype)
+        h, _ = jax.lax.scan(body, h, (params, context, window, causal))
         return self.norm(h)
 
     def draft(self, cache: Cache, block_embeddings: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ from ddtree_jax.models.layers import (
     truncated_init,
 )
 
-DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU (benchmarks)
+DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Attention(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Sigmoid router with group limit and selection bias, routed experts, one ungated shared expert (glm5.md 2.5).
+    """Sigmoid router with group limit and selection bias, routed experts, one ungated shared expert.
 
     Expert kernels come in one of two layouts. Up to DENSE_EXPERTS_LIMIT experts: gate_up [D, 2 * E * I] (all gates,
     then all ups) and down [E * I, D], every expert computed as one wide SwiGLU whose activations are scaled by the

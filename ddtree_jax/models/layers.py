@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ddtree_jax.thresholds import largest_key, ordered_bits
+
 NEGATIVE = -1e30  # a finite stand-in for -inf: a row with nothing visible stays finite (uniform), never NaN
 
 
@@ -20,7 +22,7 @@ def einsum(spec: str, a: jax.Array, b: jax.Array, out_dtype: jnp.dtype | None = 
     out_dtype = out_dtype or a.dtype
     if a.dtype == b.dtype == jnp.bfloat16:
         return _bfloat16_einsum(spec, jnp.dtype(out_dtype), a, b)
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32).astype(out_dtype)
 
 
@@ -62,7 +64,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """weight * cast(x / rms(x)): the weight is applied after the cast back to the activation dtype (glm5.md 2.1)."""
+    """weight * cast(x / rms(x)): the weight is applied after the cast back to the activation dtype."""
 
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
@@ -120,7 +122,7 @@ def rope_interleaved(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the pairs (x_2j, x_2j+1); the result is de-interleaved: first components, then second ones.
 
     Queries and keys get the same permutation, so scores equal those of an in-place layout; only raw cached values
-    differ in order (glm5.md 2.2). x: [..., dim]; cos, sin: broadcastable to [..., dim / 2].
+    differ in order. x: [..., dim]; cos, sin: broadcastable to [..., dim / 2].
     """
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     pairs = x.reshape(*x.shape[:-1], -1, 2)
@@ -149,19 +151,8 @@ def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
     if scores.shape[-1] <= k:
         return visible
     ranked = jnp.where(visible, scores, -jnp.inf)
-    bits = jax.lax.bitcast_convert_type(ranked, jnp.int32)
-    ordered = jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)  # monotone in the score, -0.0 equal to 0.0
-    threshold = jnp.full(scores.shape[:-1] + (1,), -(2**31), jnp.int32)
-
-    # Bisection on the bits, high to low: the largest threshold that at least k entries reach is the k-th score.
-    # 32 compare-and-count passes are vector work on every backend, where a sort or lax.top_k is serial on CPU.
-    def refine(i, threshold):
-        step = jnp.where(i == 0, jnp.int32(-(2**31)), jnp.int32(1) << (31 - i).astype(jnp.int32))
-        trial = threshold + step  # i == 0 flips the sign bit: -2^31 - 2^31 wraps to 0
-        reached = jnp.sum(ordered >= trial, axis=-1, keepdims=True) >= k
-        return jnp.where(reached, trial, threshold)
-
-    threshold = jax.lax.fori_loop(0, 32, refine, threshold)
+    ordered = ordered_bits(ranked)
+    threshold = largest_key(lambda key: jnp.sum(ordered >= key, axis=-1, keepdims=True) >= k)
     reached = ordered >= threshold
 
     # Ties at the threshold are rare, and a running count over the row costs more than the whole search.

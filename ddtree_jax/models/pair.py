@@ -163,8 +163,10 @@ def load_target(
     config = _with_context(folder, Glm5Config.from_hf)
     eos = _generation_eos(folder, config)
     config = dataclasses.replace(config, eos_token_ids=eos)
+    opened = reader()
+    opened.check(target_tensors(config, scan=scan))  # lazily: before a wrong config becomes a long list or an array
     build = functools.partial(Glm5, config, dtype=resolved, scan=scan)
-    graphdef, params = _load(build, reader(), list(target_tensors(config, scan=scan)), progress)
+    graphdef, params = _load(build, opened, list(target_tensors(config, scan=scan)), progress)
     return Target(config, graphdef, params, folder)
 
 
@@ -191,6 +193,7 @@ def load_drafter(
     build = functools.partial(DFlash, config, dtype=resolved, target_hidden_size=width)
     opened = reader()
     _no_own_head(folder, opened)
+    opened.check(drafter_tensors(config, width))  # lazily: before a wrong config becomes a long list or an array
     graphdef, params = _load(build, opened, list(drafter_tensors(config, width)), progress)
     return Drafter(config, graphdef, params, folder)
 
@@ -265,7 +268,9 @@ def _generation_eos(folder: Path, config: Glm5Config) -> tuple[int, ...]:
     if not path.exists():
         return config.eos_token_ids
     content = read_json(path)
-    ids = content.get("eos_token_id") if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: found {type(content).__name__}, expected an object")
+    ids = content.get("eos_token_id")
     if ids is None:
         return config.eos_token_ids
     ids = ids if isinstance(ids, list) else [ids]

@@ -71,7 +71,7 @@ class _Layer:
 
 
 def target_tensors(config: Glm5Config, *, scan: bool = True) -> Iterator[TensorSpec]:
-    """All tensors of a GLM-5 target (glm5.md 3.1), the MTP layer left out."""
+    """All tensors of a GLM-5 target in the names of its HF checkpoints, the MTP layer left out."""
     c = config
     top = _Layer("", (), ())
     embed = top.part("embed", view=_same)
@@ -146,7 +146,7 @@ def _expert_places(e: int, experts: int, width: int) -> tuple[tuple, tuple, tupl
 
 
 def drafter_tensors(config: DFlashConfig, target_hidden_size: int) -> Iterator[TensorSpec]:
-    """All tensors of a DFlash v1 drafter (glm5.md 4.3); embedding and head are the target's."""
+    """All tensors of a DFlash v1 drafter in the names of its checkpoints; embedding and head are the target's."""
     c, d = config, config.hidden_size
     top = _Layer("", (), ())
     yield top.linear("fc", "fc", len(c.target_layer_ids) * target_hidden_size, d)

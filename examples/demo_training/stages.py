@@ -272,7 +272,10 @@ def run_evaluate(run: Run) -> None:
         batch=sizes.evaluate_batch,
         **span,
     )
-    acceptance = {name: simulate.summary(values) for name, values in rounds.items()}
+    looping = [tokens.ends_in_loop(row[sizes.prompt_tokens :].tolist()) for row in texts]
+    chosen = [i for i, loops in enumerate(looping) if not loops] or list(range(len(texts)))
+    acceptance = {name: simulate.summary([values[i] for i in chosen]) for name, values in rounds.items()}
+    everything = {name: simulate.summary(values) for name, values in rounds.items()}
     tokenizer = tokenizers.Tokenizer.from_file(str(run.work / "tokenizer.json"))
     end = sizes.prompt_tokens + sizes.reference_tokens
     samples = [
@@ -282,13 +285,21 @@ def run_evaluate(run: Run) -> None:
         }
         for row in texts[:8]
     ]
-    content = {"prompts": len(texts), "acceptance": acceptance, "rounds": rounds, "samples": samples}
+    content = {
+        "prompts": len(chosen),
+        "acceptance": acceptance,
+        "all_prompts": len(texts),
+        "all_acceptance": everything,
+        "looping": looping,
+        "rounds": rounds,
+        "samples": samples,
+    }
     (run.work / "evaluation.json").write_text(json.dumps(content) + "\n")
     for sample in samples[:4]:
         print("-" * 80, sample["prompt"][-300:], ">" * 20, sample["greedy"], sep="\n", flush=True)
     means = {name: values["mean"] for name, values in acceptance.items()}
     weighted = {f"{name}_token_weighted": values["token_weighted"] for name, values in acceptance.items()}
-    run.log("evaluate", summary=True, prompts=len(texts), **means, **weighted)
+    run.log("evaluate", summary=True, prompts=len(chosen), **means, **weighted)
 
 
 def run_export(run: Run) -> None:
@@ -303,8 +314,11 @@ def run_export(run: Run) -> None:
     config, draft_config = run.target_config(), run.drafter_config()
     if not run.own_target:
         export.write_tokenizer(work / "tokenizer.json", folder / "target", end_token, config.max_position_embeddings)
-    shutil.copyfile(work / "heldout.json", folder / "heldout.json")
     evaluation = json.loads((work / "evaluation.json").read_text()) if (work / "evaluation.json").exists() else {}
+    prompts = json.loads((work / "heldout.json").read_text())
+    looping = evaluation.get("looping", [False] * len(prompts))
+    published = [item for item, loops in zip(prompts, looping, strict=True) if not loops] or prompts
+    (folder / "heldout.json").write_text(json.dumps(published, indent=1) + "\n")
     facts: dict[str, Any] = json.loads((work / "corpus.json").read_text())
     loaded = run.load_target()
     drafted = models.load_drafter(folder / "drafter", loaded, dtype="float32")
@@ -330,6 +344,9 @@ def run_export(run: Run) -> None:
         "new_tokens": sizes.reference_tokens,
         "evaluated": evaluation.get("prompts", 0),
         "acceptance_table": export.acceptance_table(evaluation.get("acceptance", {})),
+        "all_prompts": evaluation.get("all_prompts", 0),
+        "all_acceptance_table": export.acceptance_table(evaluation.get("all_acceptance", {})),
+        "prompts": len(published),
     }
     (folder / "README.md").write_text(export.model_card(facts))
     run.log("export", summary=True, megabytes=export.folder_bytes(folder) / 1e6)

@@ -22,7 +22,9 @@ END_ID, MASK_ID = 0, 1
 
 # A held-out continuation that shares a run of this many tokens with the training text counts as copied.
 COPY_RUN = 48
-PROMPTS_PER_FILE = 4
+PROMPTS_PER_FILE = 12
+# A text that repeats a period of at most this many tokens to its end counts as a loop.
+LOOP_PERIOD = 24
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -235,6 +237,18 @@ def heldout_prompts(
         if len(prompts) == count:
             break
     return prompts
+
+
+def ends_in_loop(ids: Sequence[int]) -> bool:
+    """Whether a text ends in an exact repetition: its last 24 tokens, and three periods, have a period of at most 24.
+
+    Small models fall into such loops under greedy decoding. A loop shows nothing of a drafter: any drafter follows it.
+    """
+    for period in range(1, LOOP_PERIOD + 1):
+        span = max(3 * period, LOOP_PERIOD)
+        if len(ids) >= span and all(ids[-1 - i] == ids[-1 - i - period] for i in range(span - period)):
+            return True
+    return False
 
 
 def prepare(

@@ -1,5 +1,7 @@
 """generate and stream on a small random pair: losslessness, cutting, batches, chunks, no recompilation."""
 
+import dataclasses
+
 import chex
 import jax
 import pytest
@@ -99,6 +101,18 @@ def test_stream_joins_to_the_result(small_engine, greedy):
 def test_debug_mode_checks_and_changes_nothing(small_engine, greedy):
     result = ddtree_jax.generate(small_engine, PROMPTS[0], NEW, "ddtree", 15, stop_token_ids=[], debug=True)
     assert result.token_ids == greedy[0]
+
+
+def test_debug_mode_stops_at_a_broken_rule(small_engine, monkeypatch):
+    original = decoding.build_tree
+
+    def one_node_too_many(*args, **kwargs):
+        tree = original(*args, **kwargs)
+        return dataclasses.replace(tree, num_nodes=tree.num_nodes + 1)
+
+    monkeypatch.setattr(decoding, "build_tree", one_node_too_many)
+    with pytest.raises(ddtree_jax.InvariantError, match="num_nodes_in_range"):
+        ddtree_jax.generate(small_engine, PROMPTS[0], NEW, "ddtree", 4, stop_token_ids=[], debug=True)
 
 
 def test_more_prompts_than_a_batch(small_engine, greedy, monkeypatch):

@@ -195,6 +195,10 @@ DAMAGES = {
     "key missing": (_edit_target(kv_lora_rank=KeyError), "kv_lora_rank"),
     "value is no integer": (_edit_target(hidden_size="32"), "hidden_size"),
     "no rope theta": (_edit_target(rope_parameters={}), "rope_theta"),
+    "value beyond a float": (_edit_target(rms_norm_eps=10**400), "rms_norm_eps"),
+    "pad token is a list": (_edit_target(pad_token_id=[1]), "pad_token_id"),
+    "architectures is a number": (_edit_target(architectures=5), "architectures"),
+    "absurd number of layers": (_edit_target(num_hidden_layers=10**9, indexer_types=None), "num_hidden_layers"),
     "scaled rope": (_edit_target(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type"),
     "first layer shared": (_edit_target(indexer_types=["shared"] * 3), "indexer_types"),
     "indexer types too short": (_edit_target(indexer_types=["full"]), "indexer_types"),
@@ -284,6 +288,14 @@ def test_drafter_takes_the_targets_dtype(folders):
     assert load_drafter(folders / "drafter", target).module().fc.kernel.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_drafter_runs_in_its_own_dtype(folders, dtypes):
+    target = load_target(folders / "target", dtype=dtypes[0])
+    drafter = load_drafter(folders / "drafter", target, dtype=dtypes[1])
+    logits = ddtree_jax.models.draft_logits(drafter, target, [[1, 2, 3]])
+    assert logits.dtype == jnp.float32 and bool(jnp.isfinite(logits).all())
+
+
 def test_feature_layers_are_checked(folders):
     target = load_target(folders / "target")
     for bad in ([3], [-1], [0, 0]):
@@ -295,3 +307,7 @@ def test_configs_survive_the_trip(folders):
     for scale in (1.0, 2.5):
         config = dataclasses.replace(DRAFTER, output_multiplier=scale)
         assert type(config).from_hf(config.to_hf()) == config
+    mixed = dataclasses.replace(DRAFTER, causal=(True, False), windows=(7, None))
+    assert type(mixed).from_hf(mixed.to_hf()) == mixed
+    with pytest.raises(ValueError, match="causal"):
+        dataclasses.replace(mixed, causal=(False, True)).to_hf()

@@ -126,7 +126,7 @@ def test_prepare_writes_prompts_of_heldout_files_only(sources: Path, tmp_path: P
     assert len(prompts) == summary["prompts"] > 4
     held = {item.name: item for item in files if item.heldout}
     tokenizer = tokens.tokenizers.Tokenizer.from_file(str(work / "tokenizer.json"))
-    per_file: dict[str, int] = {}
+    starts: dict[str, list[int]] = {}
     for prompt in prompts:
         assert prompt["source"] in held
         text = Path(held[prompt["source"]].path).read_text()
@@ -134,8 +134,12 @@ def test_prepare_writes_prompts_of_heldout_files_only(sources: Path, tmp_path: P
         start = text.index(prompt["prompt"] + prompt["reference"])
         assert start == 0 or text[start - 1] == "\n"
         assert tokenizer.encode(prompt["prompt"]).ids == prompt["prompt_ids"] and len(prompt["prompt_ids"]) == 32
-        per_file[prompt["source"]] = per_file.get(prompt["source"], 0) + 1
-    assert max(per_file.values()) <= 2
+        starts.setdefault(prompt["source"], []).append(start)
+    most = max(len(found) for found in starts.values())
+    assert 1 < most <= tokens.PROMPTS_PER_FILE
+    shortest = min(len(prompt["prompt"] + prompt["reference"]) for prompt in prompts)
+    for found in map(sorted, starts.values()):
+        assert all(after - before >= shortest for before, after in zip(found, found[1:], strict=False))
     train = np.load(work / "train.npy")
     rows = np.asarray([prompt["prompt_ids"] for prompt in prompts], np.uint16)
     assert not tokens.copied_runs(rows, train, 32).any()
@@ -155,6 +159,25 @@ def test_prepare_writes_prompts_of_heldout_files_only(sources: Path, tmp_path: P
             num_workers=0,
         )
     assert (work / "tokenizer.json").read_bytes() == before and (work / "heldout.json").read_text() == "[]"
+
+
+@pytest.mark.parametrize("with_standard_library", [True, False])
+def test_prompts_come_from_the_standard_library_where_there_is_one(tokenizer, with_standard_library: bool) -> None:
+    names = ["pkg/a.py", "pkg/python/b.py", *["python/c.py", "python/json/d.py"][: 2 * with_standard_library]]
+    files = [corpus.SourceFile("", name, name.split("/")[0], "MIT", True) for name in names]
+    documents = [tokens.encode_text(tokenizer, body(100 + i)) for i in range(len(files))]
+    arguments = dict(count=1000, prompt_tokens=24, reference_tokens=8)
+    prompts = tokens.heldout_prompts(files, documents, np.zeros(99, np.uint16), tokenizer, **arguments, seed=3)
+    counts = {name: sum(prompt.source == name for prompt in prompts) for name in names}
+    assert all(counts[name] == 0 for name in names[:2]) if with_standard_library else all(counts.values())
+    assert all(0 < counts[name] <= tokens.PROMPTS_PER_FILE for name in (names[2:] or names))
+    again = tokens.heldout_prompts(files, documents, np.zeros(99, np.uint16), tokenizer, **arguments, seed=3)
+    assert again == prompts
+    for name, ids in zip(names, documents, strict=True):
+        rows = np.lib.stride_tricks.sliding_window_view(ids, 24)
+        found = [p.prompt_ids for p in prompts if p.source == name]
+        starts = sorted(int(np.flatnonzero((rows == row).all(axis=1))[0]) for row in found)
+        assert all(after - before >= 24 + 8 for before, after in zip(starts, starts[1:], strict=False))
 
 
 def test_encoding_processes_agree_with_one_process(sources: Path, tmp_path: Path, tokenizer) -> None:

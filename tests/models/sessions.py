@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ddtree_jax.models.cache import gather_rows, write_rows
+from ddtree_jax.models.cache import write_rows
+from ddtree_jax.tree import gather_rows
 
 STATIC = ("graphdef", "layer_ids", "absorbed")
 # Compilation is most of what these tests cost.
@@ -24,7 +25,7 @@ def forward(graphdef, params, token_ids, positions, block_mask, cache, *, layer_
 
 @jax.jit
 def commit(cache, rows, node_ids, counts):
-    return write_rows(cache, gather_rows(rows, node_ids), counts)
+    return write_rows(cache, gather_rows(rows, node_ids, node_axis=2, batch_axis=1), counts)
 
 
 append = jax.jit(write_rows)
