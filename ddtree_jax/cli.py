@@ -5,6 +5,7 @@ traceback; 130 interrupted; 141 the reader of stdout went away.
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -24,6 +25,8 @@ OK, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 # what a caller can cause; everything else is a fault of the program
 _INPUT_ERRORS = (ValueError, CheckpointError, UnsupportedRequestError)
+# the place that stdout goes to is full or gone
+_OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 
 
 class _UsageError(Exception):
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("jax").setLevel(logging.ERROR)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
+        if sys.stdout is None:
+            raise _UsageError("stdout is closed; there is nowhere to write")
         try:
             arguments = _parser().parse_args(argv)
         except SystemExit:  # --help or --version, printed
@@ -58,15 +63,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRNOS:
+            return _report_fault()
+        _discard_stdout()
+        _print_error(error)
+        return BAD_INPUT
     except (_UsageError, *_INPUT_ERRORS) as error:
         _print_error(error)
         return BAD_INPUT
     except Exception:
-        traceback.print_exc()
-        print("ddtree-jax: this is a fault of the program, please report it", file=sys.stderr)
-        return FAULT
+        return _report_fault()
+
+
+def _report_fault() -> int:
+    traceback.print_exc()
+    print("ddtree-jax: this is a fault of the program, please report it", file=sys.stderr)
+    return FAULT
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_error(error: Exception) -> None:
@@ -241,7 +260,12 @@ def _prompt(arguments: argparse.Namespace, stdin: IO[str]) -> str | list[int]:
         return prompts[arguments.demo_prompt]
     text = arguments.prompt
     if text == "-":
-        raw = stdin.buffer.read() if hasattr(stdin, "buffer") else stdin.read().encode()
+        try:
+            if stdin is None:
+                raise OSError("it is closed")
+            raw = stdin.buffer.read() if hasattr(stdin, "buffer") else stdin.read().encode()
+        except OSError as error:
+            raise ValueError(f"PROMPT: stdin cannot be read: {error}") from None
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:

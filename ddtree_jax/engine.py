@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.models.pair import Drafter, Target, load_drafter, load_target
+from ddtree_jax.models.pair import Drafter, Target, open_drafter, open_target
 from ddtree_jax.tokenizer import Tokenizer
 
 DEMO = "demo"
@@ -78,22 +78,27 @@ def load(
         drafter = demo_folder() / "drafter" if drafter is None else drafter
     target, drafter = Path(target), None if drafter is None else Path(drafter)
     tokenizer = Tokenizer.from_folder(target)
-    loaded = load_target(target, dtype=dtype, mesh=mesh, progress=progress)
-    size = loaded.config.vocab_size
+    # Both folders are checked against each other before any weights are read.
+    opened = open_target(target, dtype=dtype, mesh=mesh)
+    size = opened.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > size:
         raise CheckpointError(
             f"{target}/tokenizer.json: {tokenizer.vocab_size} tokens, the model has vocab_size {size}"
         )
-    pair = None
+    opened_drafter = None
     if drafter is not None:
-        pair = load_drafter(drafter, loaded, dtype=dtype, mesh=mesh, progress=progress)
-        _check_mask_token(drafter, pair, tokenizer)
-    return Engine(target=loaded, drafter=pair, tokenizer=tokenizer, name=name)
+        opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh)
+        _check_mask_token(drafter, opened_drafter.config.mask_token_id, tokenizer)
+    return Engine(
+        target=opened.read(progress),
+        drafter=None if opened_drafter is None else opened_drafter.read(progress),
+        tokenizer=tokenizer,
+        name=name,
+    )
 
 
-def _check_mask_token(folder: Path, drafter: Drafter, tokenizer: Tokenizer | None) -> None:
+def _check_mask_token(folder: Path, mask: int, tokenizer: Tokenizer | None) -> None:
     """The mask id must be a special token or a reserved row: an ordinary token there means another vocabulary."""
-    mask = drafter.config.mask_token_id
     if tokenizer is not None and mask < tokenizer.vocab_size and not tokenizer.is_special(mask):
         raise CheckpointError(
             f"{folder}/config.json: mask_token_id {mask} is the ordinary token {tokenizer.token_text(mask)!r} of the "

@@ -16,13 +16,12 @@ from jax.experimental import checkify
 from ddtree_jax import decoding
 from ddtree_jax.engine import Engine
 from ddtree_jax.errors import InvariantError
-from ddtree_jax.requests import Request, check_request
+from ddtree_jax.requests import MAX_BATCH, Request, check_request
 from ddtree_jax.sampling import SamplingParams
 from ddtree_jax.stats import Chunk, Result, RoundTree, Stats
 from ddtree_jax.tokenizer import StreamDecoder
 from ddtree_jax.tree import RoundOutput, RoundState
 
-MAX_BATCH = 16  # sequences decoded together; a longer list of prompts runs in groups of this
 OUTPUT_BUCKET = 128
 
 
@@ -187,7 +186,7 @@ def _announce(engine: Engine, progress: Callable[[str], None] | None, what: str,
 def _prefill(
     engine: Engine, request: Request, group: list[int], debug: bool, progress: Callable[[str], None] | None
 ) -> _Run:
-    started = time.perf_counter()
+    started = request.started  # of the call: a later group of a long list has waited for the earlier ones
     plan, weights = decoding.make_plan(engine, request.algorithm, request.budget, request.mode, debug=debug)
     prompts = [request.prompts[i] for i in group]
     rows = len(group) if len(request.prompts) <= MAX_BATCH else MAX_BATCH  # the last group is padded with inert rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from ddtree_jax.engine import Engine
 from ddtree_jax.errors import UnsupportedRequestError
 
 MAX_BUDGET = 1024
+MAX_BATCH = 16  # sequences decoded together; a longer list of prompts runs in groups of this
 MAX_TOP_K = 2**31 - 1
+MAX_TEMPERATURE = 1e30  # well inside float32, and already uniform over any logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Request:
     min_p: float | None
     seeds: list[int]
     stop_token_ids: tuple[int, ...]
+    started: float = dataclasses.field(default_factory=time.perf_counter)  # seconds; statistics count from here
 
     @property
     def mode(self) -> str:
@@ -61,11 +65,13 @@ def check_request(
     grammar: Any,
 ) -> Request:
     """Returns the request, or raises ValueError (a bad argument) or UnsupportedRequestError (nobody here can do it)."""
+    if not isinstance(engine, Engine):
+        raise ValueError(f"engine: got {type(engine).__name__}, allowed is what ddtree_jax.load returns")
     member = SpeculativeAlgorithm.parse(algorithm)
     require_drafter(member, engine.drafter is not None)
     if grammar is not None:
         require(member, "grammar")
-    temperature = _number("temperature", temperature, 0.0, math.inf)
+    temperature = _number("temperature", temperature, 0.0, MAX_TEMPERATURE)
     if temperature > 0:
         require(member, "sampling")
     if isinstance(budget, str) and budget == "auto":
@@ -111,7 +117,10 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 def _number(name: str, value: Any, low: float, high: float, *, open_below: bool = False) -> float:
     ok = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if ok:
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond any float
+            number = math.inf
         ok = math.isfinite(number) and low <= number <= high and not (open_below and number == low)
     if not ok:
         upper = "infinity)" if high == math.inf else f"{high:g}]"

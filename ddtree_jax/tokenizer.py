@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import stat
 from collections.abc import Sequence
 
 import tokenizers
@@ -33,8 +34,13 @@ class Tokenizer:
           CheckpointError: the file is there and cannot be read.
         """
         file = pathlib.Path(path) / "tokenizer.json"
-        if not file.exists():
+        try:
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise CheckpointError(f"{file}: not a regular file")
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{str(file)!r}: cannot be read: {error}") from None
         try:
             return cls(tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8")))
         except Exception as error:  # `tokenizers` raises plain Exception for a bad file
@@ -60,7 +66,10 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"prompt: text that is not valid Unicode ({error.reason})") from error
-        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # `tokenizers` raises plain Exception: a vocabulary without its unknown token, ...
+            raise ValueError(f"prompt: text that the model's tokenizer cannot encode ({error})") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids: U+FFFD for bytes that are no UTF-8, nothing for an unknown id."""

@@ -22,7 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _gpu_chosen(config):
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_threefry_partitionable", True)
     if hasattr(config, "cache"):
         # Most of a run is compilation: with the programs of the run before, end-to-end tests take a third of

@@ -35,6 +35,11 @@ class Decoder:
             results += ddtree_jax.generate(self.engine, prompts, self.max_new_tokens, algorithm, budget, **options)
         return results
 
+    def plain_logits(self, index: int, token_ids: list[int]) -> np.ndarray:
+        """float32[T, V]: what the full forward says before each of `token_ids`, which follow the prompt."""
+        prompt = self.prompts[index]
+        return np.asarray(target_logits(self.engine.target, [prompt + token_ids[:-1]])[0, len(prompt) - 1 :])
+
     def assert_same(self, got: Sequence[ddtree_jax.Result], expected: Sequence[ddtree_jax.Result], label: str) -> None:
         """Exact equality of all token ids; says which prompt differs where, and how close the target's choice was."""
         faults = []
@@ -43,15 +48,15 @@ class Decoder:
                 faults.append(f"prompt {i}: {self._difference(i, one.token_ids, other.token_ids)}")
             elif one.finish_reason != other.finish_reason:
                 faults.append(f"prompt {i}: finished by {one.finish_reason}, expected {other.finish_reason}")
-        assert not faults, "\n".join([f"{label}: {len(faults)} of {len(got)} prompts differ", *faults])
+        if faults:
+            raise AssertionError("\n".join([f"{label}: {len(faults)} of {len(got)} prompts differ", *faults]))
 
     def _difference(self, index: int, got: list[int], expected: list[int]) -> str:
         pairs = zip(got, expected, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected)))
         if at == min(len(got), len(expected)):
             return f"{len(got)} tokens, expected {len(expected)}, equal up to there"
-        sequence = self.prompts[index] + expected[:at]
-        logits = np.asarray(target_logits(self.engine.target, [sequence])[0, -1])
+        logits = self.plain_logits(index, expected)[at]
         first, second = np.sort(logits)[[-1, -2]]
         return (
             f"token {at} is {got[at]}, expected {expected[at]}; top-1/top-2 gap of the target there "
@@ -83,10 +88,8 @@ def few_plain(few: Decoder) -> list[ddtree_jax.Result]:
 
 def test_plain_decoding_is_the_argmax_of_the_full_forward(few: Decoder, few_plain) -> None:
     """The oracle of the other tests, without caches, absorbed attention and rounds."""
-    prompt, token_ids = few.prompts[0], few_plain[0].token_ids
-    logits = target_logits(few.engine.target, [prompt + token_ids[:-1]])[0]
-    chosen = np.asarray(logits.argmax(-1))[len(prompt) - 1 :]
-    assert chosen.tolist() == token_ids
+    token_ids = few_plain[1].token_ids
+    assert few.plain_logits(1, token_ids).argmax(-1).tolist() == token_ids
 
 
 @pytest.mark.parametrize(("algorithm", "budget"), [("dflash", 0), ("ddtree", 4), ("ddtree", 32)])

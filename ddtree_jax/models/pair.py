@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.glm5 import Glm5, causal_mask, layer_plan
-from ddtree_jax.models.params import drafter_tensors, target_tensors
+from ddtree_jax.models.params import TensorSpec, drafter_tensors, target_tensors
 
 Progress = Callable[[str], None]
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -157,17 +157,7 @@ def load_target(
     Raises:
       CheckpointError: what is missing or does not fit, before any device work.
     """
-    _one_device(mesh)
-    resolved, folder = resolve_dtype(dtype), Path(path)
-    reader = _reader(folder)
-    config = _with_context(folder, Glm5Config.from_hf)
-    eos = _generation_eos(folder, config)
-    config = dataclasses.replace(config, eos_token_ids=eos)
-    opened = reader()
-    opened.check(target_tensors(config, scan=scan))  # lazily: before a wrong config becomes a long list or an array
-    build = functools.partial(Glm5, config, dtype=resolved, scan=scan)
-    graphdef, params = _load(build, opened, list(target_tensors(config, scan=scan)), progress)
-    return Target(config, graphdef, params, folder)
+    return open_target(path, dtype=dtype, mesh=mesh, scan=scan).read(progress)
 
 
 def load_drafter(
@@ -182,20 +172,54 @@ def load_drafter(
 
     Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token.
     """
+    chosen = target.dtype if isinstance(dtype, str) and dtype == "auto" else dtype
+    return open_drafter(path, target.config, dtype=chosen, mesh=mesh).read(progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A folder whose config and headers have been checked, and of whose weights nothing has been read yet."""
+
+    config: Glm5Config | DFlashConfig
+    folder: Path
+    kind: type[Target] | type[Drafter]
+    reader: CheckpointReader
+    specs: Callable[[], Iterable[TensorSpec]]
+    build: Callable[..., Any]
+
+    def read(self, progress: Progress | None = None) -> Any:
+        """The `Target` or `Drafter`."""
+        graphdef, params = _load(self.build, self.reader, list(self.specs()), self.folder, progress)
+        return self.kind(self.config, graphdef, params, self.folder)
+
+
+def open_target(path: str | Path, *, dtype: Any = "auto", mesh: Any = None, scan: bool = True) -> Opened:
+    """Checks a target folder as `load_target` does and reads no weights."""
     _one_device(mesh)
-    resolve_dtype(dtype)
-    resolved = target.dtype if isinstance(dtype, str) and dtype == "auto" else resolve_dtype(dtype)
-    folder = Path(path)
-    reader = _reader(folder)
+    resolved, folder = resolve_dtype(dtype), Path(path)
+    _require_folder(folder)
+    config = _with_context(folder, Glm5Config.from_hf)
+    config = dataclasses.replace(config, eos_token_ids=_generation_eos(folder, config))
+    reader = CheckpointReader(folder)
+    specs = functools.partial(target_tensors, config, scan=scan)
+    reader.check(specs())  # lazily: before a wrong config becomes a long list or an array
+    build = functools.partial(Glm5, config, dtype=resolved, scan=scan)
+    return Opened(config, folder, Target, reader, specs, build)
+
+
+def open_drafter(path: str | Path, target: Glm5Config, *, dtype: Any = "auto", mesh: Any = None) -> Opened:
+    """Checks a drafter folder, and that it fits the target, as `load_drafter` does, and reads no weights."""
+    _one_device(mesh)
+    resolved, folder = resolve_dtype(dtype), Path(path)
+    _require_folder(folder)
     config = _with_context(folder, DFlashConfig.from_hf)
-    check_pair(config, target.config, str(folder))
-    width = target.config.hidden_size
-    build = functools.partial(DFlash, config, dtype=resolved, target_hidden_size=width)
-    opened = reader()
-    _no_own_head(folder, opened)
-    opened.check(drafter_tensors(config, width))  # lazily: before a wrong config becomes a long list or an array
-    graphdef, params = _load(build, opened, list(drafter_tensors(config, width)), progress)
-    return Drafter(config, graphdef, params, folder)
+    check_pair(config, target, str(folder))
+    reader = CheckpointReader(folder)
+    _no_own_head(folder, reader)
+    specs = functools.partial(drafter_tensors, config, target.hidden_size)
+    reader.check(specs())
+    build = functools.partial(DFlash, config, dtype=resolved, target_hidden_size=target.hidden_size)
+    return Opened(config, folder, Drafter, reader, specs, build)
 
 
 def save_target(target: Target, folder: str | Path, *, dtype: Any = jnp.bfloat16) -> None:
@@ -247,10 +271,9 @@ def _one_device(mesh: Any) -> None:
         raise ValueError(f"mesh: got {mesh!r}, this version runs on one device; allowed is None")
 
 
-def _reader(folder: Path) -> Callable[[], CheckpointReader]:
+def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; expected an HF-format checkpoint folder")
-    return functools.partial(CheckpointReader, folder)
 
 
 def _with_context(folder: Path, parse: Callable[[Any], Any]) -> Any:
@@ -280,12 +303,19 @@ def _generation_eos(folder: Path, config: Glm5Config) -> tuple[int, ...]:
 
 
 def _load(
-    build: Callable[..., Any], reader: CheckpointReader, specs: list, progress: Progress | None
+    build: Callable[..., Any],
+    reader: CheckpointReader,
+    specs: list[TensorSpec],
+    folder: Path,
+    progress: Progress | None,
 ) -> tuple[nnx.GraphDef, Any]:
+    say = progress or (lambda message: None)
+    say(f"loading {folder.name}: {len(specs)} tensors")
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
     arrays = load_leaves(reader, specs, flat_leaves(abstract), progress)
     pure = nnx.to_pure_dict(abstract)
     nnx.replace_by_pure_dict(abstract, _replaced(pure, arrays, ()))
+    say(f"loaded {folder.name}: {sum(a.nbytes for a in arrays.values()) / 1e6:.1f} MB")
     return graphdef, abstract
 
 

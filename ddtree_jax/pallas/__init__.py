@@ -1,1 +1,1 @@
-"""Device kernels and their plain-XLA twins, one operation per module."""
+"""Device operations that choose between implementations. So far: exact top-K over the vocabulary, in plain XLA."""

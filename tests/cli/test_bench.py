@@ -1,6 +1,7 @@
 """The benchmark over a fake engine whose acceptance is known: figures, identity check, what gets run."""
 
 import json
+import pathlib
 import statistics
 import sys
 import types
@@ -32,7 +33,7 @@ def asked(library, monkeypatch) -> list[tuple]:
     profiling = types.SimpleNamespace(round_breakdown=round_breakdown)
     monkeypatch.setitem(sys.modules, "ddtree_jax.profiling", profiling)
     monkeypatch.setitem(vars(ddtree_jax), "profiling", profiling)
-    monkeypatch.setattr(bench, "held_out_prompts", lambda: PROMPTS)
+    monkeypatch.setattr(bench, "held_out_prompts", lambda path=None: PROMPTS)
     return calls
 
 
@@ -141,3 +142,22 @@ def test_prompts_that_are_missing_are_a_checkpoint_error(monkeypatch, tmp_path):
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "heldout.json").write_text('[{"id": "a", "prompt": "x = "}]')
     assert bench.held_out_prompts() == ["x = "]
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", '[{"id": 1}]', "7"])
+def test_a_bad_prompt_file_is_named(tmp_path: pathlib.Path, content: str | None):
+    file = tmp_path / "prompts.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match="prompts.json"):
+        bench.held_out_prompts(str(file))
+
+
+def test_a_prompt_file_is_read(tmp_path: pathlib.Path):
+    (tmp_path / "prompts.json").write_text('[{"prompt": "a = "}, {"prompt": "b"}]')
+    assert bench.held_out_prompts(str(tmp_path / "prompts.json")) == ["a = ", "b"]
+
+
+def test_a_batch_beyond_what_is_decoded_together_is_refused():
+    with pytest.raises(ValueError, match="batch"):
+        bench.BenchSettings(batch=17)

@@ -311,3 +311,20 @@ def test_configs_survive_the_trip(folders):
     assert type(mixed).from_hf(mixed.to_hf()) == mixed
     with pytest.raises(ValueError, match="causal"):
         dataclasses.replace(mixed, causal=(False, True)).to_hf()
+
+
+def test_a_wrong_drafter_is_refused_before_any_weights_are_read(copy, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were read before both folders were checked")
+
+    monkeypatch.setattr("ddtree_jax.models.pair.load_leaves", refuse)
+    edit(copy / "drafter" / "config.json", num_target_layers=78)
+    with pytest.raises(ddtree_jax.CheckpointError, match="num_target_layers"):
+        load_pair(copy)
+
+
+def test_progress_names_both_folders(folders):
+    lines = []
+    ddtree_jax.load(folders / "target", folders / "drafter", progress=lines.append)
+    text = "\n".join(lines)
+    assert "loading target" in text and "loaded target" in text and "loaded drafter" in text
