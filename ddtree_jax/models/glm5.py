@@ -54,7 +54,7 @@ class Segment:
 def layer_plan(config: Glm5Config, *, scan: bool = True) -> tuple[Segment, ...]:
     """Splits the layers into segments with as few distinct layer bodies as possible.
 
-    GLM-5.2 gives (dense full) x 3, (MoE shared x 3, MoE full) x 18, (MoE shared) x 3. With `scan=False` each layer is
+    GLM-5.2 gives (dense full) x 3, (MoE shared) x 3, (MoE full, MoE shared x 3) x 18. With `scan=False` each layer is
     its own segment, which is the unrolled model.
     """
     kinds, n = config.layer_kinds, config.num_hidden_layers

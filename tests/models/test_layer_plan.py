@@ -22,8 +22,8 @@ def test_plan_of_glm_5_2():
     dense, shared, full = ("full", "dense"), ("shared", "sparse"), ("full", "sparse")
     assert layer_plan(with_layers(78)) == (
         Segment((dense,), 3, 0),
-        Segment((shared, shared, shared, full), 18, 3),
-        Segment((shared,), 3, 75),
+        Segment((shared,), 3, 3),
+        Segment((full, shared, shared, shared), 18, 6),
     )
 
 
