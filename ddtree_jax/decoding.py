@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities
 from ddtree_jax.engine import Engine
@@ -37,6 +39,8 @@ class Plan:
     algorithm: what builds the draft.
     budget: tree nodes besides the root; 0 for algorithms without a tree.
     draft_depth: L of the drafter, 0 without one.
+    taps: target layers whose outputs feed the drafter.
+    target, drafter: the static halves of the models; drafter None where the algorithm drafts nothing.
     mode: the static sampling mode of `sampling.choose_tokens`.
     debug: run the value rules of `tree.invariants` in every round.
     """
@@ -163,6 +167,26 @@ def prefill_chunk(
         draft_cache=draft_cache,
         hidden=jnp.where(counts[:, None] > 0, last, state.hidden),
     )
+
+
+def prefill(plan: Plan, weights: Weights, prompts: Sequence[Sequence[int]], capacity: int) -> PrefillState:
+    """Commits whole prompts of any lengths, chunk by chunk; the launches are asynchronous.
+
+    plan: any plan of the pair; its algorithm and budget play no part.
+    prompts: token ids, at least one each.
+    capacity: from `cache_capacity` of the longest prompt.
+    """
+    plan = plan.for_prefill()
+    lengths = np.array([len(ids) for ids in prompts])
+    chunk = chunk_tokens(int(lengths.max()))
+    padded = np.zeros((len(prompts), -(-int(lengths.max()) // chunk) * chunk), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    state = start_prefill(plan, weights, len(prompts), capacity)
+    for at in range(0, padded.shape[1], chunk):
+        counts = np.clip(lengths - at, 0, chunk).astype(np.int32)
+        state = prefill_chunk(plan, weights, state, jnp.asarray(padded[:, at : at + chunk]), jnp.asarray(counts))
+    return state
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "draft_cache"))

@@ -191,13 +191,8 @@ def _prefill(
     prompts = [request.prompts[i] for i in group]
     rows = len(group) if len(request.prompts) <= MAX_BATCH else MAX_BATCH  # the last group is padded with inert rows
     prompts += [[0]] * (rows - len(group))
-    lengths = np.array([len(p) for p in prompts])
-    longest = int(lengths.max())
-    chunk = decoding.chunk_tokens(longest)
+    longest = max(len(p) for p in prompts)
     capacity = decoding.cache_capacity(longest, request.max_new_tokens, plan.draft_depth)
-    padded = np.zeros((rows, -(-longest // chunk) * chunk), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
     seeds = [request.seeds[i] for i in group] + [0] * (rows - len(group))
     limits = np.where(np.arange(rows) < len(group), request.max_new_tokens, 0).astype(np.int32)
     sampling = SamplingParams.create(
@@ -209,13 +204,8 @@ def _prefill(
         seed=seeds,
     )
     stop_token_ids = jnp.asarray(request.stop_token_ids, jnp.int32)
-    prompt_plan = plan.for_prefill()
-    _announce(engine, progress, "prefill", prompt_plan, rows, chunk, capacity)
-    state = decoding.start_prefill(prompt_plan, weights, rows, capacity)
-    for at in range(0, padded.shape[1], chunk):
-        counts = np.clip(lengths - at, 0, chunk).astype(np.int32)
-        tokens = jnp.asarray(padded[:, at : at + chunk])
-        state = decoding.prefill_chunk(prompt_plan, weights, state, tokens, jnp.asarray(counts))
+    _announce(engine, progress, "prefill", plan.for_prefill(), rows, decoding.chunk_tokens(longest), capacity)
+    state = decoding.prefill(plan, weights, prompts, capacity)
     sampled_plan = plan.for_prefill(keep_mode=True)
     prompt = (state.cache, state.draft_cache, state.hidden)
     first = decoding.first_token(sampled_plan, weights, *prompt, sampling, stop_token_ids, jnp.asarray(limits))

@@ -114,20 +114,13 @@ def _state(
 ) -> tuple[Any, SamplingParams]:
     """A state after prefill of random prompts."""
     ids = np.random.default_rng(0).integers(0, engine.target.config.vocab_size, (batch, prompt_tokens), np.int32)
-    chunk = decoding.chunk_tokens(prompt_tokens)
-    shared = plan.for_prefill()
     capacity = decoding.cache_capacity(prompt_tokens, new, plan.draft_depth)
-    state = decoding.start_prefill(shared, weights, batch, capacity)
-    for at in range(0, prompt_tokens, chunk):
-        part = ids[:, at : at + chunk]
-        counts = jnp.full((batch,), part.shape[1], jnp.int32)
-        padded = np.pad(part, ((0, 0), (0, chunk - part.shape[1])))
-        state = decoding.prefill_chunk(shared, weights, state, jnp.asarray(padded), counts)
+    state = decoding.prefill(plan, weights, ids.tolist(), capacity)
     sampling = SamplingParams.create(batch)
     stop = jnp.zeros((0,), jnp.int32)
     limits = jnp.full((batch,), new, jnp.int32)
     prompt = (state.cache, state.draft_cache, state.hidden)
-    return decoding.first_token(shared, weights, *prompt, sampling, stop, limits), sampling
+    return decoding.first_token(plan.for_prefill(), weights, *prompt, sampling, stop, limits), sampling
 
 
 def _donated_ms(

@@ -43,10 +43,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--corpus",
         corpus,
     ]
-    run_script(*common, "--stages", "data,target,indexer", "--seconds", "target=4,indexer=1")
+    run_script(*common, "--stages", "data,target,indexer", "--seconds", "target=2,indexer=1")
     run_script(
         *("--work", folder / "second", "--unpack", folder / "out", "--out", folder / "out2", "--tiny"),
-        *("--workers", 0, "--corpus", corpus, "--seconds", "own_text=1,drafter=4"),
+        *("--workers", 0, "--corpus", corpus, "--seconds", "own_text=0.5,drafter=2"),
         *("--stages", "data,own_text,drafter,evaluate,export"),
     )
     return folder
