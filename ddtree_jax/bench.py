@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ddtree_jax
 from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities, require_drafter
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.requests import MAX_BATCH
+from ddtree_jax.requests import MAX_BATCH, MAX_BUDGET
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -56,8 +56,8 @@ class BenchSettings:
                 raise ValueError(f"{name}: got {getattr(self, name)}; at least 1")
         if self.batch > MAX_BATCH:
             raise ValueError(f"batch: got {self.batch}; at most {MAX_BATCH} prompts are decoded together")
-        if not self.budgets or min(self.budgets) < 0:
-            raise ValueError(f"budgets: got {list(self.budgets)}; at least one, each at least 0")
+        if not self.budgets or min(self.budgets) < 0 or max(self.budgets) > MAX_BUDGET:
+            raise ValueError(f"budgets: got {list(self.budgets)}; at least one, each in [0, {MAX_BUDGET}]")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: got {self.temperature}; a finite number >= 0")
 

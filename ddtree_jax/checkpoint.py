@@ -139,12 +139,20 @@ def _entry(path: Path, name: str, info: Any, data_start: int, size: int) -> Tens
     return TensorEntry(path, dtype, tuple(shape), data_start + start, expected)
 
 
+def is_folder(path: Path) -> bool:
+    """Whether the path is a folder; False too for a name that no folder can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 class CheckpointReader:
     """The tensors of a folder, by name. Opening it reads every header and no data."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise CheckpointError(f"{folder}: no such folder; expected an HF-format checkpoint folder")
         index = folder / INDEX_NAME
         self.entries = self._indexed(index) if index.exists() else read_header(folder / SINGLE_NAME)
@@ -246,7 +254,9 @@ def save_leaves(
         shards[-1][spec.name] = tensor
         used += tensor.nbytes
     if len(shards) == 1:
-        return [_write_safetensors(folder / SINGLE_NAME, shards[0])]
+        written = _write_safetensors(folder / SINGLE_NAME, shards[0])
+        (folder / INDEX_NAME).unlink(missing_ok=True)  # of an earlier, larger save: a reader would follow it
+        return [written]
     files, weight_map, total = [], {}, 0
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ddtree_jax.checkpoint import CheckpointReader, load_leaves, read_json, save_leaves, write_json
+from ddtree_jax.checkpoint import CheckpointReader, is_folder, load_leaves, read_json, save_leaves, write_json
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
@@ -108,8 +109,8 @@ def resolve_dtype(dtype: Any) -> jnp.dtype:
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     try:
         name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
+    except (TypeError, ValueError, SyntaxError):  # numpy's parser of dtype strings raises all of them
+        name = ""
     if name not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, allowed are 'auto', 'float32' and 'bfloat16'")
     return jnp.dtype(DTYPES[name])
@@ -272,7 +273,7 @@ def _one_device(mesh: Any) -> None:
 
 
 def _require_folder(folder: Path) -> None:
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise CheckpointError(f"{folder}: no such folder; expected an HF-format checkpoint folder")
 
 
@@ -337,13 +338,16 @@ def _full_forward(
 
 
 def _checked_ids(target: Target, token_ids: Any) -> jax.Array:
-    ids = jnp.asarray(token_ids)
-    if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
+    try:  # in NumPy first: JAX would wrap an id beyond 32 bits silently
+        ids = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"token_ids: got no array ({error}), allowed is int[B, T] with B, T >= 1") from None
+    if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token_ids: got {ids.dtype}{list(ids.shape)}, allowed is int[B, T] with B, T >= 1")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= target.config.vocab_size:
         raise ValueError(f"token_ids: got ids in [{low}, {high}], allowed are [0, {target.config.vocab_size})")
-    return ids.astype(jnp.int32)
+    return jnp.asarray(ids, jnp.int32)
 
 
 def target_logits(target: Target, token_ids: Any) -> jax.Array:
@@ -353,10 +357,14 @@ def target_logits(target: Target, token_ids: Any) -> jax.Array:
 
 def target_features(target: Target, token_ids: Any, layer_ids: tuple[int, ...] | list[int]) -> jax.Array:
     """[B, T, len(layer_ids) * D]: the residual stream after each listed 0-based layer, the last one before its norm."""
-    ids, layers = _checked_ids(target, token_ids), tuple(int(i) for i in layer_ids)
-    allowed = target.config.num_hidden_layers
-    if not all(0 <= i < allowed for i in layers) or len(set(layers)) != len(layers):
-        raise ValueError(f"layer_ids: got {list(layers)}, allowed are distinct layers in [0, {allowed})")
+    ids, allowed = _checked_ids(target, token_ids), target.config.num_hidden_layers
+    try:
+        layers = tuple(operator.index(i) for i in layer_ids)
+        ok = all(0 <= i < allowed for i in layers) and len(set(layers)) == len(layers)
+    except TypeError:
+        ok = False
+    if not ok:
+        raise ValueError(f"layer_ids: got {layer_ids!r}, allowed are distinct layers in [0, {allowed})")
     return _full_forward(target.graphdef, target.params, ids, layers, False)[1]
 
 
@@ -365,6 +373,7 @@ def draft_logits(drafter: Drafter, target: Target, token_ids: Any) -> jax.Array:
 
     The first T - 1 tokens are the context, the last is the root; row r predicts the token at position T + r.
     """
+    check_pair(drafter.config, target.config, "drafter")
     ids = _checked_ids(target, token_ids)
     features = target_features(target, ids, drafter.config.target_layer_ids)[:, :-1]
     return _draft(drafter.graphdef, drafter.params, target.graphdef, target.params, features, ids[:, -1])

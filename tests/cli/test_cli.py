@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import subprocess
 import sys
 import types
 
@@ -298,3 +299,24 @@ def test_bench_prints_the_table_or_json(library, capsys, monkeypatch):
     assert run(capsys, "bench")[0] == 1
     report.dtype = "bfloat16"
     assert run(capsys, "bench")[0] == 0
+
+
+def test_a_closed_stdin_is_bad_input(library, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    status, _, err = run(capsys, "generate", "-")
+    assert status == 2 and "stdin" in one_line(err)
+
+
+@pytest.mark.parametrize(("target", "message"), [("/dev/full", "No space left"), (None, "stdout is closed")])
+def test_a_stdout_that_cannot_be_written_is_one_line(target, message):
+    # `--version` would do without a model, but argparse hides what goes wrong there
+    code = (
+        "import sys; from ddtree_jax import cli; cli._run_doctor = lambda a: print('x' * 9) or 0; sys.exit(cli.main())"
+    )
+    command = [sys.executable, "-c", code, "doctor"]
+    if target is None:
+        done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
+    else:
+        with open(target, "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and message in one_line(done.stderr)
