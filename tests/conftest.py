@@ -1,6 +1,8 @@
 """Strict JAX settings for the whole suite, and the shipped pair loaded once."""
 
+import gc
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -38,6 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_compiled_programs() -> Iterator[None]:
+    """Drops a module's compiled programs when it is done.
+
+    Each program on the CPU holds memory maps; a process that keeps those of the whole suite runs into the kernel's
+    limit (65,530 by default), and the compiler then dies with a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
