@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/ddtree-jax generate --demo-prompt 0 --max-new-tokens 96 --show-tree
-	$(BIN)/ddtree-jax bench --prompts 4 --max-new-tokens 64 --budgets 16,32 --repeats 1
+	$(BIN)/ddtree-jax bench --prompts 4 --max-new-tokens 64 --budgets 8,16 --repeats 1
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
