@@ -233,7 +233,7 @@ def _generate_group(
     sequences = _sequences(engine, request, group, run)
     capacity = -(-request.max_new_tokens // OUTPUT_BUCKET) * OUTPUT_BUCKET
     slots = run.state.cache.capacity
-    _announce(engine, progress, f"the {request.label} loop", run.plan, len(run.roots), slots, capacity)
+    _announce(engine, progress, f"the {request.algorithm.value} loop", run.plan, len(run.roots), slots, capacity)
     _, out = decoding.decode_loop(run.plan, run.weights, run.state, run.sampling, run.stop_token_ids, capacity)
     collected = jax.tree.map(np.asarray, out)
     elapsed = time.perf_counter() - run.started
@@ -283,7 +283,7 @@ def _stream_group(
     for row, sequence in enumerate(sequences):
         yield _chunk(request, sequence, sequence.token_ids, bool(finished[row]), None)
     slots = state.cache.capacity
-    _announce(engine, progress, f"the {request.label} round", run.plan, len(run.roots), slots)
+    _announce(engine, progress, f"the {request.algorithm.value} round", run.plan, len(run.roots), slots)
     step = _checked_step(run.plan) if debug else functools.partial(decoding.round_step, run.plan)
     while not finished.all():
         state, out = step(run.weights, state, run.sampling, run.stop_token_ids)

@@ -44,11 +44,6 @@ class Request:
             return "greedy"
         return "sample" if self.top_k is None and self.top_p is None and self.min_p is None else "filtered"
 
-    @property
-    def label(self) -> str:
-        """The algorithm as messages name it."""
-        return self.algorithm.value
-
 
 def check_request(
     engine: Engine,
