@@ -15,7 +15,8 @@ from flax import nnx
 
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DFlashConfig
-from ddtree_jax.models.layers import Linear, RMSNorm, SwiGLU, einsum, masked_softmax, rope_angles, rope_half_split
+from ddtree_jax.models.layers import RMSNorm, einsum, masked_softmax, rope_angles, rope_half_split
+from ddtree_jax.models.linear import Linear, SwiGLU
 
 
 class DraftAttention(nnx.Module):

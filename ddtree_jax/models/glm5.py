@@ -13,37 +13,55 @@ not grow with depth.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DENSE, FULL, Glm5Config
 from ddtree_jax.models.layers import (
     LayerNorm,
-    Linear,
     RMSNorm,
-    SwiGLU,
     einsum,
-    gated,
     masked_softmax,
     rope_angles,
     rope_interleaved,
     select_top_k,
     truncated_init,
 )
+from ddtree_jax.models.linear import Linear, SwiGLU, below
+from ddtree_jax.models.moe import MoE
 
-DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
+
+class LayerKind(NamedTuple):
+    """What a layer is built of: indexer type, MLP type, and the names of the kernels that are packed (NVFP4).
+
+    A name is the kernel's path inside `DecoderLayer`, for example "mlp.gate_up" or "attention.mla.o".
+    """
+
+    indexer: str
+    mlp: str
+    packed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedKernels:
+    """Which kernels of a target stay packed: sorted names by layer (see `LayerKind`), and the head."""
+
+    layers: tuple[tuple[str, ...], ...]
+    head: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """`repeats` copies of a short run of layers; `pattern` holds one (indexer type, MLP type) a layer of the run."""
+    """`repeats` copies of a short run of layers; `pattern` holds one kind a layer of the run."""
 
-    pattern: tuple[tuple[str, str], ...]
+    pattern: tuple[LayerKind, ...]
     repeats: int
     first_layer: int
 
@@ -51,13 +69,17 @@ class Segment:
         return self.first_layer + repeat * len(self.pattern) + place
 
 
-def layer_plan(config: Glm5Config, *, scan: bool = True) -> tuple[Segment, ...]:
+def layer_plan(
+    config: Glm5Config, *, scan: bool = True, packed: PackedKernels | None = None
+) -> tuple[Segment, ...]:
     """Splits the layers into segments with as few distinct layer bodies as possible.
 
     GLM-5.2 gives (dense full) x 3, (MoE shared) x 3, (MoE full, MoE shared x 3) x 18. With `scan=False` each layer is
     its own segment, which is the unrolled model.
     """
-    kinds, n = config.layer_kinds, config.num_hidden_layers
+    n = config.num_hidden_layers
+    names = packed.layers if packed is not None else ((),) * n
+    kinds = tuple(LayerKind(*kind, own) for kind, own in zip(config.layer_kinds, names, strict=True))
     if not scan:
         return tuple(Segment((kind,), 1, i) for i, kind in enumerate(kinds))
     best: list[tuple[int, int, tuple[Segment, ...]]] = [(0, 0, ())] * (n + 1)  # by start: bodies, segments, plan
@@ -108,12 +130,16 @@ class _Block:
 class Indexer(nnx.Module):
     """DSA lightning indexer: scores every visible key for every query; the best `index_topk` are attended to."""
 
-    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, packed: Sequence[str] = ()):
         c = config
-        self.wq_b = Linear(c.q_lora_rank, c.index_n_heads * c.index_head_dim, dtype=dtype, rngs=rngs)
-        self.wk = Linear(c.hidden_size, c.index_head_dim, dtype=dtype, rngs=rngs)
+
+        def linear(name: str, d_in: int, d_out: int) -> Linear:
+            return Linear(d_in, d_out, dtype=dtype, rngs=rngs, packed=name in packed)
+
+        self.wq_b = linear("wq_b", c.q_lora_rank, c.index_n_heads * c.index_head_dim)
+        self.wk = linear("wk", c.hidden_size, c.index_head_dim)
         self.k_norm = LayerNorm(c.index_head_dim, eps=1e-6, dtype=dtype)
-        self.weights_proj = Linear(c.hidden_size, c.index_n_heads, dtype=dtype, rngs=rngs)
+        self.weights_proj = linear("weights_proj", c.hidden_size, c.index_n_heads)
         self.heads, self.head_dim, self.rope_dim = c.index_n_heads, c.index_head_dim, c.qk_rope_head_dim
 
     def keys(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -140,17 +166,23 @@ class Indexer(nnx.Module):
 class MLA(nnx.Module):
     """Multi-head latent attention. Cache row: [kv_lora_rank after its norm | rotated shared rope key]."""
 
-    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float):
+    def __init__(
+        self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float, packed: Sequence[str] = ()
+    ):
         c, heads = config, config.num_attention_heads
-        self.q_a = Linear(c.hidden_size, c.q_lora_rank, dtype=dtype, rngs=rngs)
+
+        def linear(name: str, d_in: int, d_out: int, std: float | None = None) -> Linear:
+            return Linear(d_in, d_out, dtype=dtype, rngs=rngs, std=std, packed=name in packed)
+
+        self.q_a = linear("q_a", c.hidden_size, c.q_lora_rank)
         self.q_a_norm = RMSNorm(c.q_lora_rank, eps=c.lora_norm_eps, dtype=dtype)
-        self.q_b = Linear(c.q_lora_rank, heads * c.qk_head_dim, dtype=dtype, rngs=rngs)
-        self.kv_a = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, dtype=dtype, rngs=rngs)
+        self.q_b = linear("q_b", c.q_lora_rank, heads * c.qk_head_dim)
+        self.kv_a = linear("kv_a", c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
         self.kv_a_norm = RMSNorm(c.kv_lora_rank, eps=c.lora_norm_eps, dtype=dtype)
         std = c.kv_lora_rank**-0.5
         self.k_b = truncated_init(rngs, (c.kv_lora_rank, heads, c.qk_nope_head_dim), dtype, std)
         self.v_b = truncated_init(rngs, (c.kv_lora_rank, heads, c.v_head_dim), dtype, std)
-        self.o = Linear(heads * c.v_head_dim, c.hidden_size, dtype=dtype, rngs=rngs, std=out_std)
+        self.o = linear("o", heads * c.v_head_dim, c.hidden_size, out_std)
         self.heads, self.nope, self.rank = heads, c.qk_nope_head_dim, c.kv_lora_rank
         self.scale = c.qk_head_dim**-0.5
 
@@ -217,9 +249,19 @@ class MLA(nnx.Module):
 class Attention(nnx.Module):
     """MLA with, on full layers, its indexer."""
 
-    def __init__(self, config: Glm5Config, *, full: bool, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float):
-        self.mla = MLA(config, dtype=dtype, rngs=rngs, out_std=out_std)
-        self.indexer = Indexer(config, dtype=dtype, rngs=rngs) if full else None
+    def __init__(
+        self,
+        config: Glm5Config,
+        *,
+        full: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        out_std: float,
+        packed: Sequence[str] = (),
+    ):
+        self.mla = MLA(config, dtype=dtype, rngs=rngs, out_std=out_std, packed=below(packed, "mla"))
+        own = below(packed, "indexer")
+        self.indexer = Indexer(config, dtype=dtype, rngs=rngs, packed=own) if full else None
         self.index_topk = config.index_topk
 
     def __call__(
@@ -249,93 +291,29 @@ class Attention(nnx.Module):
         return select_top_k(scores, block.visible, self.index_topk)
 
 
-class MoE(nnx.Module):
-    """Sigmoid router with group limit and selection bias, routed experts, one ungated shared expert.
-
-    Expert kernels come in one of two layouts. Up to DENSE_EXPERTS_LIMIT experts: gate_up [D, 2 * E * I] (all gates,
-    then all ups) and down [E * I, D], every expert computed as one wide SwiGLU whose activations are scaled by the
-    mostly zero routing weights. Above: gate_up [E, D, 2 * I] and down [E, I, D], rows sorted by expert.
-    """
-
-    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float):
-        c = config
-        d, e, i = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
-        self.router = truncated_init(rngs, (d, e), jnp.float32, d**-0.5)
-        self.router_bias = nnx.Param(jnp.zeros((e,), jnp.float32))
-        self.dense = e <= DENSE_EXPERTS_LIMIT
-        up, down = ((d, 2 * e * i), (e * i, d)) if self.dense else ((e, d, 2 * i), (e, i, d))
-        self.gate_up = truncated_init(rngs, up, dtype, d**-0.5)
-        self.down = truncated_init(rngs, down, dtype, out_std)
-        self.shared = SwiGLU(d, i * c.n_shared_experts, dtype=dtype, rngs=rngs, out_std=out_std)
-        self.config = c
-
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x: [M, D]. Returns (bool[M, E] chosen, float32[M, E] scores without the bias)."""
-        c = self.config
-        scores = jax.nn.sigmoid(einsum("md,de->me", x.astype(jnp.float32), self.router[...]))
-        choice = scores + self.router_bias[...][None]
-        if c.n_group > 1:
-            groups = choice.reshape(-1, c.n_group, c.n_routed_experts // c.n_group)
-            group_score = jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1)
-            kept = _best(group_score, c.topk_group)
-            choice = jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(choice.shape)
-        return _best(choice, c.num_experts_per_tok), scores
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x: [B, T, D]. Returns (same shape, float32[E] share of tokens that chose each expert)."""
-        flat = x.reshape(-1, x.shape[-1])
-        chosen, scores = self.route(flat)
-        weights = jnp.where(chosen, scores, 0.0)
-        if self.config.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        weights = weights * self.config.routed_scaling_factor
-        routed = self._dense(flat, weights) if self.dense else self._grouped(flat, chosen, weights)
-        load = jnp.mean(chosen.astype(jnp.float32), axis=0)
-        return routed.reshape(x.shape) + self.shared(x), load
-
-    def _dense(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-        h = gated(einsum("md,di->mi", x, self.gate_up[...]))
-        h = h.reshape(h.shape[0], weights.shape[-1], -1) * weights.astype(h.dtype)[:, :, None]
-        return einsum("mi,id->md", h.reshape(h.shape[0], -1), self.down[...])
-
-    def _grouped(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        k = self.config.num_experts_per_tok
-        top, experts = jax.lax.top_k(jnp.where(chosen, weights, -1.0), k)
-        flat = experts.reshape(-1)
-        order = jnp.argsort(flat)
-        sizes = jnp.bincount(flat, length=weights.shape[-1]).astype(jnp.int32)
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        h = jax.lax.ragged_dot(x[order // k], self.gate_up[...], sizes, precision=precision)
-        y = jax.lax.ragged_dot(gated(h), self.down[...], sizes, precision=precision)
-        back = jnp.argsort(order)
-        y = y[back].reshape(x.shape[0], k, -1)
-        return jnp.sum(y * top.astype(y.dtype)[:, :, None], axis=1)
-
-
-def _best(values: jax.Array, k: int) -> jax.Array:
-    """bool[M, E]: the k largest of each row, equal values by lower index; by counting ranks, no sort."""
-    later = jnp.arange(values.shape[-1])
-    a, b = values[:, :, None], values[:, None, :]
-    beats = (b > a) | ((b == a) & (later[None, None, :] < later[None, :, None]))
-    return jnp.sum(beats, axis=-1) < k
-
-
 class DecoderLayer(nnx.Module):
     """h += attention(norm h); h += mlp(norm h)."""
 
-    def __init__(self, config: Glm5Config, kind: tuple[str, str], *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        indexer, mlp = kind
+    def __init__(
+        self, config: Glm5Config, kind: LayerKind, *, dtype: jnp.dtype, rngs: nnx.Rngs, mesh: Mesh | None = None
+    ):
+        indexer, mlp, packed = kind
         depth = (2 * config.num_hidden_layers) ** -0.5
         attention_std = depth * (config.num_attention_heads * config.v_head_dim) ** -0.5
         self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, full=indexer == FULL, dtype=dtype, rngs=rngs, out_std=attention_std)
+        own = below(packed, "attention")
+        self.attention = Attention(
+            config, full=indexer == FULL, dtype=dtype, rngs=rngs, out_std=attention_std, packed=own
+        )
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        own = below(packed, "mlp")
         if mlp == DENSE:
             width = config.intermediate_size
-            self.mlp = SwiGLU(config.hidden_size, width, dtype=dtype, rngs=rngs, out_std=depth * width**-0.5)
+            std = depth * width**-0.5
+            self.mlp = SwiGLU(config.hidden_size, width, dtype=dtype, rngs=rngs, out_std=std, packed=own)
         else:
             std = depth * config.moe_intermediate_size**-0.5
-            self.mlp = MoE(config, dtype=dtype, rngs=rngs, out_std=std)
+            self.mlp = MoE(config, dtype=dtype, rngs=rngs, out_std=std, packed=own, mesh=mesh)
 
     def __call__(
         self, h: jax.Array, selection: jax.Array, context: dict[str, jax.Array] | None, block: _Block
@@ -352,12 +330,14 @@ class DecoderLayer(nnx.Module):
 class LayerStack(nnx.Module):
     """One segment of the plan: a module a pattern place, every parameter stacked [repeats, ...]."""
 
-    def __init__(self, config: Glm5Config, segment: Segment, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        def stacked(kind: tuple[str, str]) -> DecoderLayer:
+    def __init__(
+        self, config: Glm5Config, segment: Segment, *, dtype: jnp.dtype, rngs: nnx.Rngs, mesh: Mesh | None = None
+    ):
+        def stacked(kind: LayerKind) -> DecoderLayer:
             @nnx.split_rngs(splits=segment.repeats)
             @nnx.vmap(in_axes=(0,), out_axes=0)
             def create(rngs: nnx.Rngs) -> DecoderLayer:
-                return DecoderLayer(config, kind, dtype=dtype, rngs=rngs)
+                return DecoderLayer(config, kind, dtype=dtype, rngs=rngs, mesh=mesh)
 
             return create(rngs)
 
@@ -367,13 +347,25 @@ class LayerStack(nnx.Module):
 class Glm5(nnx.Module):
     """The whole target. Parameters of layers are stacked by segment; `layer_plan` says which layer lies where."""
 
-    def __init__(self, config: Glm5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, scan: bool = True):
+    def __init__(
+        self,
+        config: Glm5Config,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        scan: bool = True,
+        packed: PackedKernels | None = None,
+        mesh: Mesh | None = None,
+    ):
         self.config = config
-        self.plan = layer_plan(config, scan=scan)
+        self.mesh = mesh
+        self.plan = layer_plan(config, scan=scan, packed=packed)
         self.embed = truncated_init(rngs, (config.vocab_size, config.hidden_size), dtype, 0.5)
-        self.stacks = nnx.List([LayerStack(config, segment, dtype=dtype, rngs=rngs) for segment in self.plan])
+        stacks = [LayerStack(config, segment, dtype=dtype, rngs=rngs, mesh=mesh) for segment in self.plan]
+        self.stacks = nnx.List(stacks)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs, std=0.02)
+        head = packed is not None and packed.head
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs, std=0.02, packed=head)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         """int32[...] -> [..., D], no scale. Training keeps the table in float32: its gradient sums many tokens."""
@@ -397,7 +389,7 @@ class Glm5(nnx.Module):
             named = widths | ({"index_key": c.index_head_dim} if indexer == FULL else {})
             return {k: jnp.zeros((segment.repeats, batch, capacity, w), dtype) for k, w in named.items()}
 
-        tree = tuple(tuple(rows(segment, indexer) for indexer, _ in segment.pattern) for segment in self.plan)
+        tree = tuple(tuple(rows(segment, kind.indexer) for kind in segment.pattern) for segment in self.plan)
         return Cache(rows=tree, lengths=jnp.zeros((batch,), jnp.int32))
 
     def __call__(

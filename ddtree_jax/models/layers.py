@@ -1,7 +1,7 @@
 """Building blocks shared by the target and the drafter.
 
-Linear kernels are stored [in, out]. The dtype of the parameters is the compute dtype; every product accumulates in
-float32, and float32 products run at full precision (no TF32), because greedy losslessness rests on it.
+The dtype of the parameters is the compute dtype; every product accumulates in float32, and float32 products run at full
+precision (no TF32), because greedy losslessness rests on it.
 """
 
 from __future__ import annotations
@@ -53,16 +53,6 @@ def truncated_init(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, std
     return nnx.Param((std * draw).astype(dtype))
 
 
-class Linear(nnx.Module):
-    """y = x kernel, no bias. kernel: [in, out]."""
-
-    def __init__(self, d_in: int, d_out: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, std: float | None = None):
-        self.kernel = truncated_init(rngs, (d_in, d_out), dtype, d_in**-0.5 if std is None else std)
-
-    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        return einsum("...i,io->...o", x, self.kernel[...], out_dtype=out_dtype)
-
-
 class RMSNorm(nnx.Module):
     """weight * cast(x / rms(x)): the weight is applied after the cast back to the activation dtype."""
 
@@ -92,23 +82,6 @@ class LayerNorm(nnx.Module):
         axes = tuple(range(x.ndim - 1))
         weight, bias = (jnp.expand_dims(p[...].astype(jnp.float32), axes) for p in (self.weight, self.bias))
         return (centred * scale * weight + bias).astype(x.dtype)
-
-
-class SwiGLU(nnx.Module):
-    """down(silu(gate x) * up x). gate_up: [in, 2 * width], the gate columns first."""
-
-    def __init__(self, d_model: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, out_std: float | None = None):
-        self.gate_up = Linear(d_model, 2 * width, dtype=dtype, rngs=rngs)
-        self.down = Linear(width, d_model, dtype=dtype, rngs=rngs, std=out_std)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(gated(self.gate_up(x)))
-
-
-def gated(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up for [..., 2 * width] with the gate half first."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def rope_angles(positions: jax.Array, dim: int, theta: float) -> tuple[jax.Array, jax.Array]:

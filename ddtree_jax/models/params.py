@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ddtree_jax.models.config import DENSE, FULL, DFlashConfig, Glm5Config
-from ddtree_jax.models.glm5 import DENSE_EXPERTS_LIMIT, Segment, layer_plan
+from ddtree_jax.models.config import DENSE, FULL, SPARSE, DFlashConfig, Glm5Config
+from ddtree_jax.models.glm5 import LayerKind, PackedKernels, Segment, layer_plan
+from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT
 
 Path = tuple[str | int, ...]
 View = Callable[[np.ndarray], np.ndarray]
@@ -29,19 +30,25 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the checkpoint; `float32` tensors are saved as float32 whatever the rest is."""
+    """One tensor of the checkpoint.
+
+    float32: saved as float32 whatever the rest is.
+    packable: a linear weight [out, in] whose leaf can stay packed along `in` (`linear.PackedKernel`); its views move
+      whole axes only, so they serve codes, scales and values alike.
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     float32: bool = False
+    packable: bool = False
 
 
-def _same(tensor: np.ndarray) -> np.ndarray:
+def as_stored(tensor: np.ndarray) -> np.ndarray:
     return tensor
 
 
-def _transposed(tensor: np.ndarray) -> np.ndarray:
+def transposed(tensor: np.ndarray) -> np.ndarray:
     return tensor.T
 
 
@@ -54,38 +61,46 @@ class _Layer:
     def __init__(self, prefix: str, root: Path, at: tuple[int, ...]):
         self.prefix, self.root, self.at = prefix, root, at
 
-    def part(self, leaf: str, *index: int | slice, view: View = _transposed) -> Part:
+    def part(self, leaf: str, *index: int | slice, view: View = transposed) -> Part:
         return Part((*self.root, *leaf.split(".")), (*self.at, *index), view)
 
     def linear(self, name: str, leaf: str, d_in: int, d_out: int) -> TensorSpec:
-        return TensorSpec(f"{self.prefix}{name}.weight", (d_out, d_in), (self.part(f"{leaf}.kernel"),))
+        return self.kernel(name, (d_out, d_in), self.part(f"{leaf}.kernel"))
+
+    def kernel(self, name: str, shape: tuple[int, int], part: Part) -> TensorSpec:
+        return TensorSpec(f"{self.prefix}{name}.weight", shape, (part,), packable=True)
 
     def vector(self, name: str, leaf: str, width: int) -> TensorSpec:
-        return TensorSpec(f"{self.prefix}{name}", (width,), (self.part(leaf, view=_same),))
+        return TensorSpec(f"{self.prefix}{name}", (width,), (self.part(leaf, view=as_stored),))
 
     def swiglu(self, name: str, leaf: str, d: int, width: int) -> Iterator[TensorSpec]:
-        for half, at in (("gate_proj", slice(0, width)), ("up_proj", slice(width, 2 * width))):
-            part = self.part(f"{leaf}.gate_up.kernel", ALL, at)
-            yield TensorSpec(f"{self.prefix}{name}.{half}.weight", (width, d), (part,))
+        for at, half in enumerate(("gate_proj", "up_proj")):
+            yield self.kernel(f"{name}.{half}", (width, d), self.part(f"{leaf}.gate_up.kernel", ALL, at))
         yield self.linear(f"{name}.down_proj", f"{leaf}.down", width, d)
 
 
-def target_tensors(config: Glm5Config, *, scan: bool = True) -> Iterator[TensorSpec]:
-    """All tensors of a GLM-5 target in the names of its HF checkpoints, the MTP layer left out."""
+def target_tensors(
+    config: Glm5Config, *, scan: bool = True, packed: PackedKernels | None = None
+) -> Iterator[TensorSpec]:
+    """All tensors of a GLM-5 target in the names of its HF checkpoints, the MTP layer left out.
+
+    `scan` and `packed` decide where a layer lies (`glm5.layer_plan`). The leaf of a kernel is named as if it were plain;
+    if it is packed, its codes, scales and global scales lie at the same index of the leaves below it.
+    """
     c = config
     top = _Layer("", (), ())
-    embed = top.part("embed", view=_same)
+    embed = top.part("embed", view=as_stored)
     yield TensorSpec("model.embed_tokens.weight", (c.vocab_size, c.hidden_size), (embed,))
-    for i, segment in enumerate(layer_plan(config, scan=scan)):
-        for place, (indexer, mlp) in enumerate(segment.pattern):
+    for i, segment in enumerate(layer_plan(config, scan=scan, packed=packed)):
+        for place, kind in enumerate(segment.pattern):
             for repeat in range(segment.repeats):
-                yield from _target_layer(config, i, segment, place, repeat, indexer, mlp)
+                yield from _target_layer(config, i, segment, place, repeat, kind)
     yield top.vector("model.norm.weight", "norm.weight", c.hidden_size)
     yield top.linear("lm_head", "head", c.hidden_size, c.vocab_size)
 
 
 def _target_layer(
-    c: Glm5Config, stack: int, segment: Segment, place: int, repeat: int, indexer: str, mlp: str
+    c: Glm5Config, stack: int, segment: Segment, place: int, repeat: int, kind: LayerKind
 ) -> Iterator[TensorSpec]:
     number = segment.layer_index(place, repeat)
     layer = _Layer(f"model.layers.{number}.", ("stacks", stack, "layers", place), (repeat,))
@@ -113,36 +128,56 @@ def _target_layer(
         ),
     )
     yield layer.linear("self_attn.o_proj", f"{mla}.o", heads * c.v_head_dim, d)
-    if indexer == FULL:
+    if kind.indexer == FULL:
         own, width = "attention.indexer", c.index_head_dim
         yield layer.linear("self_attn.indexer.wq_b", f"{own}.wq_b", c.q_lora_rank, c.index_n_heads * width)
         yield layer.linear("self_attn.indexer.wk", f"{own}.wk", d, width)
         yield layer.vector("self_attn.indexer.k_norm.weight", f"{own}.k_norm.weight", width)
         yield layer.vector("self_attn.indexer.k_norm.bias", f"{own}.k_norm.bias", width)
         yield layer.linear("self_attn.indexer.weights_proj", f"{own}.weights_proj", d, c.index_n_heads)
-    if mlp == DENSE:
+    if kind.mlp == DENSE:
         yield from layer.swiglu("mlp", "mlp", d, c.intermediate_size)
         return
     experts, width = c.n_routed_experts, c.moe_intermediate_size
     router = layer.part("mlp.router")
     yield TensorSpec(f"{layer.prefix}mlp.gate.weight", (experts, d), (router,), float32=True)
-    bias = layer.part("mlp.router_bias", view=_same)
+    bias = layer.part("mlp.router_bias", view=as_stored)
     yield TensorSpec(f"{layer.prefix}mlp.gate.e_score_correction_bias", (experts,), (bias,), float32=True)
     for e in range(experts):
-        gate, up, down = _expert_places(e, experts, width)
-        name = f"{layer.prefix}mlp.experts.{e}"
-        yield TensorSpec(f"{name}.gate_proj.weight", (width, d), (layer.part("mlp.gate_up", *gate),))
-        yield TensorSpec(f"{name}.up_proj.weight", (width, d), (layer.part("mlp.gate_up", *up),))
-        yield TensorSpec(f"{name}.down_proj.weight", (d, width), (layer.part("mlp.down", *down),))
+        for half, proj in enumerate(("gate_proj", "up_proj")):
+            index = (ALL, half, e) if experts <= DENSE_EXPERTS_LIMIT else (e, ALL, half)  # the layout of `moe.MoE`
+            yield layer.kernel(f"mlp.experts.{e}.{proj}", (width, d), layer.part("mlp.gate_up", *index))
+        yield layer.kernel(f"mlp.experts.{e}.down_proj", (d, width), layer.part("mlp.down", e))
     yield from layer.swiglu("mlp.shared_experts", "mlp.shared", d, width * c.n_shared_experts)
 
 
-def _expert_places(e: int, experts: int, width: int) -> tuple[tuple, tuple, tuple]:
-    """Where expert `e` lies in gate_up (gate, up) and in down, in the layout that `glm5.MoE` chose."""
-    if experts <= DENSE_EXPERTS_LIMIT:
-        own = slice(e * width, (e + 1) * width)
-        return (ALL, own), (ALL, slice((experts + e) * width, (experts + e + 1) * width)), (own,)
-    return (e, ALL, slice(0, width)), (e, ALL, slice(width, 2 * width)), (e,)
+def packed_kernels(config: Glm5Config, is_packed: Callable[[str], bool]) -> PackedKernels | None:
+    """Which kernels can stay packed: those all of whose tensors are, as `is_packed(tensor name)` says; None: none."""
+    votes: dict[Path, bool] = {}
+    for spec in target_tensors(config, scan=False):
+        for part in spec.parts:
+            votes[part.leaf] = votes.get(part.leaf, True) and spec.packable and is_packed(spec.name)
+    layers: list[list[str]] = [[] for _ in range(config.num_hidden_layers)]
+    for leaf in (leaf for leaf, packed in votes.items() if packed and leaf[0] == "stacks"):
+        _, layer, _, _, *names = leaf
+        layers[layer].append(".".join(name for name in names if name != "kernel"))
+    found = PackedKernels(tuple(tuple(sorted(names)) for names in layers), votes["head", "kernel"])
+    return found if found.head or any(found.layers) else None
+
+
+def mtp_tensors(config: Glm5Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of the multi-token-prediction layer that checkpoints carry after the last one; never loaded."""
+    d, number = config.hidden_size, config.num_hidden_layers
+    one = dataclasses.replace(
+        config, num_hidden_layers=1, indexer_types=(FULL,), mlp_layer_types=(SPARSE,), eos_token_ids=()
+    )
+    for spec in target_tensors(one):
+        if spec.name.startswith("model.layers.0."):
+            yield spec.name.replace("layers.0.", f"layers.{number}.", 1), spec.shape
+    prefix = f"model.layers.{number}."
+    yield f"{prefix}eh_proj.weight", (d, 2 * d)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield f"{prefix}{name}.weight", (d,)
 
 
 def drafter_tensors(config: DFlashConfig, target_hidden_size: int) -> Iterator[TensorSpec]:

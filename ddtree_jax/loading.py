@@ -1,0 +1,255 @@
+"""Checkpoint tensors to parameter arrays on their devices, slice by slice.
+
+Host memory holds one chunk of one leaf at a time and the tensor that fills it: a checkpoint of any size loads within
+twice its largest tensor, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ddtree_jax.encodings import Stored
+from ddtree_jax.models.params import Part, TensorSpec, View, as_stored
+
+Progress = Callable[[str], None]
+Box = tuple[slice, ...]
+
+CHUNK_BYTES = 128 * 2**20
+PROGRESS_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """What fills `leaf[box]`: a lazy array of that box's shape.
+
+    files: (file, bytes) of what it reads.
+    by_rows: the leaf's first axes are the rows of the file; otherwise its last axis is.
+    """
+
+    box: Box
+    fetch: Callable[[], np.ndarray]
+    files: tuple[tuple[Path, int], ...]
+    by_rows: bool
+
+
+def sources(
+    specs: Iterable[TensorSpec], stored: Mapping[str, Stored], leaves: Mapping[tuple, Any]
+) -> dict[tuple, list[Source]]:
+    """Every leaf's sources: the name map (`specs`) joined with what lies on disk (`stored`, by tensor name)."""
+    out: dict[tuple, list[Source]] = defaultdict(list)
+    for spec in specs:
+        for part in spec.parts:
+            for path, member in _members(stored[spec.name], part, leaves):
+                box = _box(part.index, leaves[path].shape)
+                fetch = _fetch(member, part.view, tuple(s.stop - s.start for s in box))
+                out[path].append(Source(box, fetch, member.files, part.view is as_stored))
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    values: Callable[[], np.ndarray]
+    files: tuple[tuple[Path, int], ...]
+
+
+def _members(tensor: Stored, part: Part, leaves: Mapping[tuple, Any]) -> Iterator[tuple[tuple, _Member]]:
+    entries = [e for e in (tensor.weight, tensor.scale, tensor.global_scale) if e is not None]
+    if (*part.leaf, "codes") not in leaves:
+        dtype = leaves[part.leaf].dtype
+        yield part.leaf, _Member(lambda: tensor.decoded(dtype), tuple((e.file, e.num_bytes) for e in entries))
+        return
+    values = {"codes": tensor.codes, "scales": tensor.scales, "global_scale": lambda: np.asarray(tensor.multiplier())}
+    for (name, get), entry in zip(values.items(), entries, strict=True):
+        yield (*part.leaf, name), _Member(get, ((entry.file, entry.num_bytes),))
+
+
+def _fetch(member: _Member, view: View, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
+    def fetch() -> np.ndarray:
+        found = member.values()
+        return np.broadcast_to(found, shape) if found.ndim == 0 else view(found).reshape(shape)
+
+    return fetch
+
+
+def _box(index: Sequence[int | slice], shape: Sequence[int]) -> Box:
+    """The index of a part as one slice an axis of the leaf."""
+    out = []
+    for axis, size in enumerate(shape):
+        at = index[axis] if axis < len(index) else slice(None)
+        out.append(slice(at, at + 1) if isinstance(at, int) else slice(*at.indices(size)[:2]))
+    return tuple(out)
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """Where two boxes overlap, None if nowhere."""
+    out = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return None if any(s.start >= s.stop for s in out) else out
+
+
+def _within(box: Box, outer: Box) -> Box:
+    """`box`, counted from the corner of `outer`."""
+    return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True))
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(s.stop - s.start for s in box)
+
+
+def load_leaves(
+    specs: Iterable[TensorSpec],
+    stored: Mapping[str, Stored],
+    leaves: Mapping[tuple, Any],
+    shardings: Mapping[tuple, NamedSharding] | None = None,
+    meter: Meter | None = None,
+) -> dict[tuple, jax.Array]:
+    """Reads a checkpoint into device arrays.
+
+    Args:
+      specs: the name map of the model.
+      stored: tensor name -> where and how it lies on disk, for every spec.
+      leaves: path -> anything with shape and dtype, every parameter leaf of the model.
+      shardings: path -> where the leaf goes; None: the default device.
+      meter: hears what has been read.
+
+    Returns:
+      path -> array. Raises `CheckpointError` when values are not what the format allows.
+    """
+    by_leaf = sources(specs, stored, leaves)
+    for path, leaf in leaves.items():
+        filled = sum(math.prod(_shape(source.box)) for source in by_leaf[path])
+        assert filled == math.prod(leaf.shape), f"the name map leaves {path} partly unset"
+    return {
+        path: _load_leaf(leaf, None if shardings is None else shardings[path], by_leaf[path], meter or Meter([]))
+        for path, leaf in leaves.items()
+    }
+
+
+def _load_leaf(leaf: Any, sharding: NamedSharding | None, found: list[Source], meter: Meter) -> jax.Array:
+    whole = tuple(slice(0, size) for size in leaf.shape)
+    regions: dict[Box, list[Any]] = defaultdict(list)  # what a device holds -> the devices that hold it
+    if sharding is None:
+        regions[whole].append(None)
+    else:
+        for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+            regions[tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))].append(device)
+    fetched = _Memo(meter)
+    buffers: dict[Any, jax.Array] = {}
+    pending: list[jax.Array] = []
+    for chunk, own in _chunks(whole, found, np.dtype(leaf.dtype).itemsize, _split_order(whole, found)):
+        parts = {region: common for region in regions if (common := _common(chunk, region)) is not None}
+        host = {region: np.empty(_shape(common), leaf.dtype) for region, common in parts.items()}
+        for source in own:
+            for region, common in parts.items():
+                overlap = _common(source.box, common)
+                if overlap is not None:
+                    host[region][_within(overlap, common)] = fetched(source)[_within(overlap, source.box)]
+        jax.block_until_ready(pending)  # one chunk in flight: its host copy is still alive
+        pending = []
+        for region, common in parts.items():
+            for device in regions[region]:
+                piece = jax.device_put(host[region], device)
+                if common == region:
+                    buffers[device] = piece
+                else:
+                    if device not in buffers:
+                        buffers[device] = jnp.zeros(_shape(region), leaf.dtype, device=device)
+                    corner = [np.int32(s.start) for s in _within(common, region)]
+                    buffers[device] = _put(buffers[device], piece, *corner)
+                pending.append(buffers[device])
+    if sharding is None:
+        return buffers[None]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, list(buffers.values()))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(buffer: jax.Array, piece: jax.Array, *corner: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, piece, corner)
+
+
+class _Memo:
+    """Fetches sources, remembering the last one: several chunks of a leaf may need the same tensor in a row."""
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+        self.source: Source | None = None
+        self.values: np.ndarray | None = None
+
+    def __call__(self, source: Source) -> np.ndarray:
+        if source is not self.source:
+            self.values = None  # first: two tensors at a time would break the bound on host memory
+            self.source, self.values = source, source.fetch()
+            self.meter.add(source.files)
+        return self.values
+
+
+def _split_order(whole: Box, found: list[Source]) -> list[int]:
+    """Axes in the order in which a leaf is cut: first those along which tensors lie side by side, then along a file."""
+    first = found[0]
+    beside = [axis for axis, s in enumerate(first.box) if s != whole[axis]]
+    rest = [axis for axis in range(len(whole)) if axis not in beside]
+    return beside + (rest if first.by_rows else rest[::-1])
+
+
+def _chunks(box: Box, found: list[Source], item: int, order: list[int]) -> Iterator[tuple[Box, list[Source]]]:
+    """Cuts a box into boxes of at most CHUNK_BYTES, each with the sources that reach into it."""
+    pieces = -(-math.prod(_shape(box)) * item // CHUNK_BYTES)
+    axis = next((axis for axis in order if box[axis].stop - box[axis].start > 1), None)
+    if pieces <= 1 or axis is None:
+        yield box, found
+        return
+    start, stop = box[axis].start, box[axis].stop
+    step = -(-(stop - start) // min(pieces, stop - start))
+    for at in range(start, stop, step):
+        cut = slice(at, min(at + step, stop))
+        own = [s for s in found if s.box[axis].start < cut.stop and cut.start < s.box[axis].stop]
+        yield from _chunks((*box[:axis], cut, *box[axis + 1 :]), own, item, order)
+
+
+class Meter:
+    """Counts bytes read, and says now and then how far loading is, how fast, and how long it will take."""
+
+    def __init__(self, tensors: Iterable[Stored], name: str = "", progress: Progress | None = None):
+        self.left: dict[Path, int] = defaultdict(int)
+        for tensor in tensors:
+            for entry in (tensor.weight, tensor.scale, tensor.global_scale):
+                if entry is not None:
+                    self.left[entry.file] += entry.num_bytes
+        self.name, self.progress = name, progress
+        self.total, self.shards = sum(self.left.values()), len(self.left)
+        self.done = 0
+        self.started = self.said = time.perf_counter()
+
+    def add(self, files: Iterable[tuple[Path, int]]) -> None:
+        """Notes that these bytes of these files have been read."""
+        for file, num_bytes in files:
+            num_bytes = min(num_bytes, self.left.get(file, 0))  # tensors that feed two leaves are read twice
+            self.left[file] -= num_bytes
+            self.done += num_bytes
+        now = time.perf_counter()
+        if self.progress is not None and now - self.said >= PROGRESS_SECONDS:
+            self.said = now
+            self.progress(self.line())
+
+    def line(self) -> str:
+        """One line: share and bar, rate, time left, whole shards."""
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        share, rate = self.done / max(self.total, 1), self.done / seconds
+        left = (self.total - self.done) / max(rate, 1.0)
+        whole = sum(not remaining for remaining in self.left.values())
+        bar = "#" * round(20 * share)
+        return (
+            f"loading {self.name} [{bar:20}] {100 * share:3.0f} % of {self.total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, "
+            f"{int(left // 60)}:{int(left % 60):02} left, shards {whole}/{self.shards}"
+        )

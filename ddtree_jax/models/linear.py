@@ -1,0 +1,129 @@
+"""Linear layers whose kernels may stay packed as NVFP4: one pytree for those, and one place that multiplies with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ddtree_jax.models.layers import einsum, truncated_init
+from ddtree_jax.models.quant import E2M1_VALUES, GROUP, dequantise
+
+
+class PackedKernel(nnx.Module):
+    """An NVFP4 kernel at 4.5 bits a weight; `codes`, `scales` and `global_scale` are its three parameters.
+
+    For a kernel of shape [..., in, ...]: codes uint8[..., in / 2, ...], two E2M1 codes a byte along the contracted
+    axis, the even index in the low nibble; scales float8_e4m3fn[..., in / 16, ...]; global_scale float32 with the rank
+    of the kernel, size 1 along every axis but those in which tensors of the checkpoint lie side by side (gate and up,
+    experts), because each of those has its own.
+    """
+
+    def __init__(self, shape: Sequence[int], *, axis: int, separate: Sequence[int], rngs: nnx.Rngs, std: float):
+        if shape[axis] % GROUP:
+            raise ValueError(f"shape: got {tuple(shape)}; axis {axis} must be a multiple of {GROUP} to be packed")
+
+        def divided(by: int) -> tuple[int, ...]:
+            return tuple(size // by if i == axis else size for i, size in enumerate(shape))
+
+        random = jax.random.randint(rngs.params(), divided(2), 0, 256, jnp.int32)
+        self.codes = nnx.Param(random.astype(jnp.uint8))
+        self.scales = nnx.Param(jnp.ones(divided(GROUP), jnp.float8_e4m3fn))
+        spread = math.sqrt(sum(value * value for value in E2M1_VALUES) / len(E2M1_VALUES))
+        ones = tuple(size if i in separate else 1 for i, size in enumerate(shape))
+        self.global_scale = nnx.Param(jnp.full(ones, std / spread, jnp.float32))
+        self.axis = axis
+
+
+Kernel = nnx.Param | PackedKernel
+
+
+def make_kernel(
+    shape: Sequence[int],
+    *,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+    std: float,
+    packed: bool = False,
+    axis: int = 0,
+    separate: Sequence[int] = (),
+) -> Kernel:
+    """A random kernel of `shape`, plain in `dtype` or packed along `axis`, the axis that `multiply` contracts."""
+    if packed:
+        return PackedKernel(shape, axis=axis, separate=separate, rngs=rngs, std=std)
+    return truncated_init(rngs, tuple(shape), dtype, std)
+
+
+def kernel_arrays(kernel: Kernel) -> tuple[jax.Array, ...]:
+    """The arrays of a kernel: one if plain, (codes, scales, global_scale) if packed."""
+    if isinstance(kernel, PackedKernel):
+        return kernel.codes[...], kernel.scales[...], kernel.global_scale[...]
+    return (kernel[...],)
+
+
+def array_values(arrays: tuple[jax.Array, ...], axis: int, dtype: jnp.dtype) -> jax.Array:
+    """Kernel arrays, or slices of them, as one plain array; packed ones are dequantised to `dtype` along `axis`."""
+    if len(arrays) == 1:
+        return arrays[0]
+    codes, scales, global_scale = arrays
+    return dequantise(codes, scales, global_scale, axis=axis, dtype=dtype)
+
+
+def below(names: Sequence[str], prefix: str) -> tuple[str, ...]:
+    """The names that lie under `prefix`, without it: "mla.o" and "mla" give "o"."""
+    return tuple(name.removeprefix(f"{prefix}.") for name in names if name.startswith(f"{prefix}."))
+
+
+def multiply(spec: str, x: jax.Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """`layers.einsum` of activations with a kernel, packed or not."""
+    axis = kernel.axis if isinstance(kernel, PackedKernel) else 0
+    return einsum(spec, x, array_values(kernel_arrays(kernel), axis, x.dtype), out_dtype)
+
+
+class Linear(nnx.Module):
+    """y = x kernel, no bias. kernel: [in, *out]; several output axes keep merged projections apart."""
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int | tuple[int, ...],
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        std: float | None = None,
+        packed: bool = False,
+    ):
+        out = (d_out,) if isinstance(d_out, int) else d_out
+        separate = tuple(range(1, len(out)))  # all but the last axis: tensors side by side
+        std = d_in**-0.5 if std is None else std
+        self.kernel = make_kernel(
+            (d_in, *out), dtype=dtype, rngs=rngs, std=std, packed=packed, axis=0, separate=separate
+        )
+        self.letters = "opq"[: len(out)]
+
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        return multiply(f"...i,i{self.letters}->...{self.letters}", x, self.kernel, out_dtype=out_dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate x) * up x). gate_up: [in, 2, width], the gate first."""
+
+    def __init__(
+        self,
+        d_model: int,
+        width: int,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        out_std: float | None = None,
+        packed: Sequence[str] = (),
+    ):
+        self.gate_up = Linear(d_model, (2, width), dtype=dtype, rngs=rngs, packed="gate_up" in packed)
+        self.down = Linear(width, d_model, dtype=dtype, rngs=rngs, std=out_std, packed="down" in packed)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate_up = self.gate_up(x)
+        return self.down(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])

@@ -1,0 +1,170 @@
+"""Mixture of experts: sigmoid router with group limit and selection bias, routed experts, one shared expert."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from ddtree_jax.models.config import Glm5Config
+from ddtree_jax.models.layers import einsum, truncated_init
+from ddtree_jax.models.linear import SwiGLU, array_values, below, kernel_arrays, make_kernel, multiply
+from ddtree_jax.models.sharding import partition, target_dims
+
+DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
+
+
+class MoE(nnx.Module):
+    """Routed experts and the ungated shared expert (formulas: transformers 5.24 `glm_moe_dsa`).
+
+    Expert kernels come in one of two layouts. Up to DENSE_EXPERTS_LIMIT experts: gate_up [D, 2, E, I], every expert
+    computed as one wide SwiGLU whose activations are scaled by the mostly zero routing weights. Above: gate_up
+    [E, D, 2, I]. The gate comes before the up half; down is [E, I, D] in both.
+
+    Plain kernels above the limit run as one ragged product over rows sorted by expert. Packed ones, and kernels split
+    over a mesh, run as a loop over the experts that some row has chosen, so that no more than one is unpacked at a time.
+    """
+
+    def __init__(
+        self,
+        config: Glm5Config,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        out_std: float,
+        packed: Sequence[str] = (),
+        mesh: Mesh | None = None,
+    ):
+        c = config
+        d, e, i = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
+        self.router = truncated_init(rngs, (d, e), jnp.float32, d**-0.5)
+        self.router_bias = nnx.Param(jnp.zeros((e,), jnp.float32))
+        self.dense = e <= DENSE_EXPERTS_LIMIT
+        shape, axis, separate = ((d, 2, e, i), 0, (1, 2)) if self.dense else ((e, d, 2, i), 1, (0, 2))
+        self.gate_up = make_kernel(
+            shape, dtype=dtype, rngs=rngs, std=d**-0.5, packed="gate_up" in packed, axis=axis, separate=separate
+        )
+        self.down = make_kernel(
+            (e, i, d), dtype=dtype, rngs=rngs, std=out_std, packed="down" in packed, axis=1, separate=(0,)
+        )
+        own = below(packed, "shared")
+        self.shared = SwiGLU(d, i * c.n_shared_experts, dtype=dtype, rngs=rngs, out_std=out_std, packed=own)
+        self.config, self.mesh = c, mesh
+        self.any_packed = "gate_up" in packed or "down" in packed
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x: [M, D]. Returns (bool[M, E] chosen, float32[M, E] scores without the bias)."""
+        c = self.config
+        scores = jax.nn.sigmoid(einsum("md,de->me", x.astype(jnp.float32), self.router[...]))
+        choice = scores + self.router_bias[...][None]
+        if c.n_group > 1:
+            groups = choice.reshape(-1, c.n_group, c.n_routed_experts // c.n_group)
+            group_score = jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1)
+            kept = _best(group_score, c.topk_group)
+            choice = jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(choice.shape)
+        return _best(choice, c.num_experts_per_tok), scores
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x: [B, T, D]. Returns (same shape, float32[E] share of tokens that chose each expert)."""
+        flat = x.reshape(-1, x.shape[-1])
+        chosen, scores = self.route(flat)
+        weights = jnp.where(chosen, scores, 0.0)
+        if self.config.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = weights * self.config.routed_scaling_factor
+        if self.dense:
+            routed = self._dense(flat, weights)
+        elif self.any_packed or self.mesh is not None:
+            routed = self._hit_experts(flat, chosen, weights)
+        else:
+            routed = self._ragged(flat, chosen, weights)
+        load = jnp.mean(chosen.astype(jnp.float32), axis=0)
+        return routed.reshape(x.shape) + self.shared(x), load
+
+    def _dense(self, x: jax.Array, weights: jax.Array) -> jax.Array:
+        gate_up = multiply("md,dcei->mcei", x, self.gate_up)
+        h = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1] * weights.astype(x.dtype)[:, :, None]
+        return multiply("mei,eid->md", h, self.down)
+
+    def _ragged(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        k = self.config.num_experts_per_tok
+        top, experts = jax.lax.top_k(jnp.where(chosen, weights, -1.0), k)
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat)
+        sizes = jnp.bincount(flat, length=weights.shape[-1]).astype(jnp.int32)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        gate_up = self.gate_up[...]
+        gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
+        gate, up = jnp.split(jax.lax.ragged_dot(x[order // k], gate_up, sizes, precision=precision), 2, axis=-1)
+        y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes, precision=precision)
+        back = jnp.argsort(order)
+        y = y[back].reshape(x.shape[0], k, -1)
+        return jnp.sum(y * top.astype(y.dtype)[:, :, None], axis=1)
+
+    def _hit_experts(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        gate_up, down = kernel_arrays(self.gate_up), kernel_arrays(self.down)
+        if self.mesh is None:
+            return _loop_over_hit_experts(x, chosen, weights, gate_up, down).astype(x.dtype)
+        table = target_dims(self.config)
+
+        def specs(arrays: tuple[jax.Array, ...], name: str) -> tuple[PartitionSpec, ...]:
+            return tuple(partition(table[f"mlp.experts.{name}"], array.shape, self.mesh) for array in arrays)
+
+        gate_up_specs, down_specs = specs(gate_up, "gate_up"), specs(down, "down")
+        split = [axis for axis in (down_specs[0][0], down_specs[0][1]) if axis is not None]
+        by_expert = PartitionSpec(None, down_specs[0][0])
+
+        @functools.partial(
+            jax.shard_map,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), by_expert, by_expert, gate_up_specs, down_specs),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        def run(*operands: Any) -> jax.Array:
+            part = _loop_over_hit_experts(*operands)
+            return jax.lax.psum(part, split) if split else part
+
+        return run(x, chosen, weights, gate_up, down).astype(x.dtype)
+
+
+def _loop_over_hit_experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    gate_up: tuple[jax.Array, ...],
+    down: tuple[jax.Array, ...],
+) -> jax.Array:
+    """float32[M, D]: sum over experts of weight * expert(x), one expert at a time, only those that a row has chosen.
+
+    x: [M, D]; chosen: bool[M, E]; weights: float32[M, E]; gate_up, down: `kernel_arrays`, first axis E. Every row goes
+    through every hit expert: with the rows of a tree that costs nothing beside reading the weights.
+    """
+    hit = jnp.any(chosen, axis=0)
+    order = jnp.argsort(~hit)
+
+    def body(i: jax.Array, total: jax.Array) -> jax.Array:
+        e = order[i]
+        own_gate_up, own_down = (
+            array_values(tuple(jax.lax.dynamic_index_in_dim(a, e, keepdims=False) for a in arrays), 0, x.dtype)
+            for arrays in (gate_up, down)
+        )
+        gu = einsum("md,dci->mci", x, own_gate_up)
+        h = jax.nn.silu(gu[:, 0]) * gu[:, 1]
+        y = einsum("mi,id->md", h, own_down, out_dtype=jnp.float32)
+        return total + y * jax.lax.dynamic_index_in_dim(weights, e, axis=1)
+
+    return jax.lax.fori_loop(0, jnp.sum(hit), body, jnp.zeros(x.shape, jnp.float32))
+
+
+def _best(values: jax.Array, k: int) -> jax.Array:
+    """bool[M, E]: the k largest of each row, equal values by lower index; by counting ranks, no sort."""
+    later = jnp.arange(values.shape[-1])
+    a, b = values[:, :, None], values[:, None, :]
+    beats = (b > a) | ((b == a) & (later[None, None, :] < later[None, :, None]))
+    return jnp.sum(beats, axis=-1) < k
