@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ddtree_jax.engine import load
     from ddtree_jax.errors import CheckpointError, InvariantError, UnsupportedRequestError
     from ddtree_jax.generation import generate, stream
+    from ddtree_jax.models.sharding import make_mesh
     from ddtree_jax.stats import Chunk, Result, Stats
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "generate",
     "load",
+    "make_mesh",
     "models",
     "stream",
     "tree",
@@ -44,6 +46,7 @@ _MODULE_OF = {
     "UnsupportedRequestError": "errors",
     "generate": "generation",
     "load": "engine",
+    "make_mesh": "models.sharding",
     "stream": "generation",
 }
 _SUBPACKAGES = ("models", "tree")

@@ -1,110 +1,93 @@
-"""Parameter trees in and out of HF-format folders.
-
-What lies in a folder is read by `safetensors_files`; this module fills parameter leaves from it and writes them back.
-"""
+"""Writing HF-format folders: tensors into shards, and parameter trees into tensors (`loading` is the way back)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.params import TensorSpec
-from ddtree_jax.safetensors_files import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    CheckpointReader,
-    TensorEntry,
-    is_folder,
-    read_header,
-    read_json,
-    write_json,
-    write_safetensors,
-)
-
-__all__ = [
-    "CheckpointReader",
-    "TensorEntry",
-    "is_folder",
-    "load_leaves",
-    "read_header",
-    "read_json",
-    "save_leaves",
-    "write_json",
-]
+from ddtree_jax.models.sharding import PACKED_LEAVES
+from ddtree_jax.safetensors_files import INDEX_NAME, SINGLE_NAME, write_json, write_safetensors
 
 MAX_SHARD_BYTES = 15_000_000
 
 
-def load_leaves(
-    reader: CheckpointReader,
-    specs: Iterable[TensorSpec],
-    leaves: Mapping[tuple, Any],
-    progress: Callable[[str], None] | None = None,
-) -> dict[tuple, np.ndarray]:
-    """Reads a checkpoint into host arrays.
+class ShardWriter:
+    """Writes named tensors into safetensors shards of at most `max_shard_bytes` (more if one tensor is larger).
 
-    Args:
-      specs: the name map of the model.
-      leaves: path -> anything with shape and dtype, every parameter leaf of the model.
-
-    Returns:
-      path -> numpy array of that leaf's shape and dtype. Raises `CheckpointError` before reading any data if a tensor
-      is missing or has the wrong shape or dtype, and when a weight is not finite.
+    No more than one shard is in memory. The shards get their final names, and the index is written, in `close`: an
+    interrupted save leaves no folder that looks whole.
     """
-    specs = list(specs)
-    reader.check(specs)
-    out = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    filled = dict.fromkeys(leaves, 0)
-    for i, spec in enumerate(specs):
-        tensor = reader.array(spec.name)
-        if not np.isfinite(tensor.astype(np.float32, copy=False)).all():
-            raise CheckpointError(f"{reader.entries[spec.name].file}: tensor {spec.name!r}: NaN or infinite values")
-        for part in spec.parts:
-            view = part.view(tensor)
-            out[part.leaf][part.index] = view
-            filled[part.leaf] += view.size
-        if progress is not None and (i + 1) % 64 == 0:
-            progress(f"loading weights: {i + 1} of {len(specs)} tensors")
-    incomplete = [path for path, leaf in leaves.items() if filled[path] != math.prod(leaf.shape)]
-    assert not incomplete, f"the name map leaves parameters unset: {incomplete}"
-    return out
+
+    def __init__(self, folder: Path, max_shard_bytes: int | None = None):
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("unfinished-*"):  # by an interrupted save
+            left.unlink()
+        self.folder, self.limit = folder, MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
+        self.shards: list[tuple[Path, list[str], int]] = []  # written so far: file, tensor names, bytes
+        self.pending: dict[str, np.ndarray] = {}
+        self.used = 0
+
+    def add(self, name: str, tensor: np.ndarray) -> None:
+        """Appends one tensor; it must not change until its shard is written."""
+        if self.pending and self.used + tensor.nbytes > self.limit:
+            self._flush()
+        self.pending[name] = tensor
+        self.used += tensor.nbytes
+
+    def _flush(self) -> None:
+        path = self.folder / f"unfinished-{len(self.shards) + 1:05d}"
+        self.shards.append((write_safetensors(path, self.pending), list(self.pending), self.used))
+        self.pending, self.used = {}, 0
+
+    def close(self) -> list[Path]:
+        """Writes what is left and the index; returns the files."""
+        if self.pending or not self.shards:
+            self._flush()
+        index = self.folder / INDEX_NAME
+        index.unlink(missing_ok=True)  # of an earlier save: a reader would follow it
+        if len(self.shards) == 1:
+            path = self.folder / SINGLE_NAME
+            os.replace(self.shards[0][0], path)
+            return [path]
+        files, weight_map = [], {}
+        for i, (written, names, _) in enumerate(self.shards):
+            path = self.folder / f"model-{i + 1:05d}-of-{len(self.shards):05d}.safetensors"
+            os.replace(written, path)
+            files.append(path)
+            weight_map |= dict.fromkeys(names, path.name)
+        total = sum(used for _, _, used in self.shards)
+        return [*files, write_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})]
 
 
 def save_leaves(
     folder: Path, specs: Iterable[TensorSpec], leaves: Mapping[tuple, Any], *, dtype: Any = ml_dtypes.bfloat16
 ) -> list[Path]:
-    """Writes parameter leaves as safetensors shards of at most 15 MB (more if one tensor is larger), with an index.
+    """Writes parameter leaves in the names of `specs`: packed kernels as ModelOpt NVFP4, the rest in `dtype`.
 
-    Each file is written under a temporary name and renamed; the index comes last, so an interrupted save leaves no
-    folder that looks whole. Returns the files written.
+    Returns the files written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    used = 0
+    writer = ShardWriter(folder)
     for spec in specs:
+        for name, tensor in _tensors(spec, leaves, dtype):
+            writer.add(name, tensor)
+    return writer.close()
+
+
+def _tensors(spec: TensorSpec, leaves: Mapping[tuple, Any], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+    first = spec.parts[0]
+    if (*first.leaf, "codes") not in leaves:
         tensor = np.empty(spec.shape, np.float32 if spec.float32 else dtype)
         for part in spec.parts:
             part.view(tensor)[...] = np.asarray(leaves[part.leaf])[part.index]
-        if shards[-1] and used + tensor.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-            used = 0
-        shards[-1][spec.name] = tensor
-        used += tensor.nbytes
-    if len(shards) == 1:
-        written = write_safetensors(folder / SINGLE_NAME, shards[0])
-        (folder / INDEX_NAME).unlink(missing_ok=True)  # of an earlier, larger save: a reader would follow it
-        return [written]
-    files, weight_map, total = [], {}, 0
-    for i, shard in enumerate(shards):
-        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        files.append(write_safetensors(folder / name, shard))
-        weight_map |= dict.fromkeys(shard, name)
-        total += sum(tensor.nbytes for tensor in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return [*files, write_json(folder / INDEX_NAME, index)]
+        yield spec.name, tensor
+        return
+    codes, scales, factor = (np.asarray(leaves[*first.leaf, name])[first.index] for name in PACKED_LEAVES)
+    yield spec.name, np.ascontiguousarray(first.view(codes))
+    yield f"{spec.name}_scale", np.ascontiguousarray(first.view(scales))
+    yield f"{spec.name}_scale_2", np.asarray(factor).reshape(())

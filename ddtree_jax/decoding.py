@@ -16,6 +16,7 @@ from ddtree_jax.engine import Engine
 from ddtree_jax.models.cache import Cache, write_rows
 from ddtree_jax.models.glm5 import causal_mask
 from ddtree_jax.models.pair import StaticModel, propose
+from ddtree_jax.models.sharding import settle
 from ddtree_jax.sampling import SamplingParams, choose_tokens
 from ddtree_jax.tree import (
     RoundFunctions,
@@ -141,11 +142,12 @@ def start_prefill(plan: Plan, weights: Weights, batch: int, capacity: int) -> Pr
     """Empty caches for `batch` sequences of up to `capacity` tokens."""
     target = plan.target.merge(weights.target)
     drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
-    return PrefillState(
+    state = PrefillState(
         cache=target.empty_cache(batch, capacity),
         draft_cache=None if drafter is None else drafter.empty_cache(batch, capacity),
         hidden=jnp.zeros((batch, target.config.hidden_size), target.embed.dtype),
     )
+    return settle(state, target.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
@@ -162,11 +164,12 @@ def prefill_chunk(
         drafter = plan.drafter.merge(weights.drafter)
         draft_cache = write_rows(draft_cache, drafter.context_rows(out.features, positions), counts)
     last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    return PrefillState(
+    state = PrefillState(
         cache=write_rows(state.cache, out.rows, counts),
         draft_cache=draft_cache,
         hidden=jnp.where(counts[:, None] > 0, last, state.hidden),
     )
+    return settle(state, target.mesh)
 
 
 def prefill(plan: Plan, weights: Weights, prompts: Sequence[Sequence[int]], capacity: int) -> PrefillState:
@@ -185,7 +188,7 @@ def prefill(plan: Plan, weights: Weights, prompts: Sequence[Sequence[int]], capa
     state = start_prefill(plan, weights, len(prompts), capacity)
     for at in range(0, padded.shape[1], chunk):
         counts = np.clip(lengths - at, 0, chunk).astype(np.int32)
-        state = prefill_chunk(plan, weights, state, jnp.asarray(padded[:, at : at + chunk]), jnp.asarray(counts))
+        state = prefill_chunk(plan, weights, state, padded[:, at : at + chunk], counts)
     return state
 
 
@@ -209,7 +212,7 @@ def first_token(
     zeros = jnp.zeros((logits.shape[0],), jnp.int32)
     root = choose_tokens(logits, zeros[:, None], zeros, sampling, mode=plan.mode)[:, 0]
     stopped = jnp.any(root[:, None] == stop_token_ids[None], axis=-1)
-    return RoundState(
+    state = RoundState(
         cache=cache,
         draft_cache=draft_cache,
         root_token_ids=root,
@@ -218,6 +221,7 @@ def first_token(
         remaining=jnp.maximum(max_new_tokens - 1, 0),
         finished=stopped | (max_new_tokens <= 1),
     )
+    return settle(state, target.mesh)
 
 
 def round_functions(plan: Plan, weights: Weights, sampling: SamplingParams) -> RoundFunctions:
@@ -268,7 +272,8 @@ def run_round(
 ) -> tuple[RoundState, RoundOutput]:
     """One round as a traceable function; `round_step` is the same, jitted."""
     functions = round_functions(plan, weights, sampling)
-    return speculative_round(state, functions, stop_token_ids, max_depth=plan.max_depth, debug=plan.debug)
+    done = speculative_round(state, functions, stop_token_ids, max_depth=plan.max_depth, debug=plan.debug)
+    return settle(done, plan.target.mesh)
 
 
 round_step = jax.jit(run_round, static_argnames="plan", donate_argnames="state")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.models.pair import Drafter, Target, open_drafter, open_target
+from ddtree_jax.models.folders import open_drafter, open_target
+from ddtree_jax.models.pair import Drafter, Target
 from ddtree_jax.tokenizer import Tokenizer
 
 DEMO = "demo"
@@ -60,7 +61,7 @@ def load(
       target: a GLM-5 folder, or "demo" for the pair that ships with the package.
       drafter: a DFlash folder; None serves the algorithm `none` only.
       dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16".
-      mesh: None; this version runs on one device.
+      mesh: None for one device, or a mesh from `ddtree_jax.make_mesh`: experts, heads and widths are split over it.
       progress: called with one line of text now and then while weights load.
 
     Raises:

@@ -2,19 +2,17 @@
 
 from ddtree_jax.models.cache import Cache, write_rows
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
+from ddtree_jax.models.folders import load_drafter, load_target, save_drafter, save_target
 from ddtree_jax.models.pair import (
     Drafter,
     Target,
     draft_logits,
-    load_drafter,
-    load_target,
     make_drafter,
     make_target,
-    save_drafter,
-    save_target,
     target_features,
     target_logits,
 )
+from ddtree_jax.models.sharding import make_mesh
 
 __all__ = [
     "Cache",
@@ -26,6 +24,7 @@ __all__ = [
     "load_drafter",
     "load_target",
     "make_drafter",
+    "make_mesh",
     "make_target",
     "save_drafter",
     "save_target",

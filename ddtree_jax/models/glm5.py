@@ -36,6 +36,7 @@ from ddtree_jax.models.layers import (
 )
 from ddtree_jax.models.linear import Linear, SwiGLU, below
 from ddtree_jax.models.moe import MoE
+from ddtree_jax.models.sharding import replicate
 
 
 class LayerKind(NamedTuple):
@@ -69,9 +70,7 @@ class Segment:
         return self.first_layer + repeat * len(self.pattern) + place
 
 
-def layer_plan(
-    config: Glm5Config, *, scan: bool = True, packed: PackedKernels | None = None
-) -> tuple[Segment, ...]:
+def layer_plan(config: Glm5Config, *, scan: bool = True, packed: PackedKernels | None = None) -> tuple[Segment, ...]:
     """Splits the layers into segments with as few distinct layer bodies as possible.
 
     GLM-5.2 gives (dense full) x 3, (MoE shared) x 3, (MoE full, MoE shared x 3) x 18. With `scan=False` each layer is
@@ -358,7 +357,7 @@ class Glm5(nnx.Module):
         mesh: Mesh | None = None,
     ):
         self.config = config
-        self.mesh = mesh
+        self.mesh, self.packed = mesh, packed
         self.plan = layer_plan(config, scan=scan, packed=packed)
         self.embed = truncated_init(rngs, (config.vocab_size, config.hidden_size), dtype, 0.5)
         stacks = [LayerStack(config, segment, dtype=dtype, rngs=rngs, mesh=mesh) for segment in self.plan]
@@ -374,11 +373,11 @@ class Glm5(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] before the final norm -> float32[..., V]."""
         with jax.named_scope("lm_head"):
-            return self.head(self.norm(hidden), out_dtype=jnp.float32)
+            return self.head_logits(self.norm(hidden))
 
     def head_logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] already normed (a drafter's output) -> float32[..., V]."""
-        return self.head(hidden, out_dtype=jnp.float32)
+        return replicate(self.head(hidden, out_dtype=jnp.float32), self.mesh)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache of zeros with room for `capacity` tokens of each of `batch` sequences."""

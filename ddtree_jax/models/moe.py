@@ -27,7 +27,7 @@ class MoE(nnx.Module):
     [E, D, 2, I]. The gate comes before the up half; down is [E, I, D] in both.
 
     Plain kernels above the limit run as one ragged product over rows sorted by expert. Packed ones, and kernels split
-    over a mesh, run as a loop over the experts that some row has chosen, so that no more than one is unpacked at a time.
+    over a mesh, run as a loop over the experts that some row has chosen, so that only one at a time is unpacked.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Targets and drafters as plain values: config, structure and parameters; loading them, and checking that they fit.
+"""Targets and drafters as plain values: config, structure and parameters; and what they compute without a cache.
 
 `graphdef` is static and hashable, `params` is a pytree: jitted functions take the two apart, so nothing in the
 decoding code holds a Module.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
-from ddtree_jax.checkpoint import CheckpointReader, is_folder, load_leaves, read_json, save_leaves, write_json
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.dflash import DFlash
-from ddtree_jax.models.glm5 import Glm5, causal_mask, layer_plan
-from ddtree_jax.models.params import TensorSpec, drafter_tensors, target_tensors
+from ddtree_jax.models.glm5 import Glm5, causal_mask
 
-Progress = Callable[[str], None]
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -38,8 +35,8 @@ class StaticModel:
     a plain list, because flattening a tree of Flax variables costs more than launching a round.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, params: Any):
-        self.graphdef = graphdef
+    def __init__(self, graphdef: nnx.GraphDef, params: Any, mesh: Mesh | None = None):
+        self.graphdef, self.mesh = graphdef, mesh
         self.treedef = jax.tree.structure(params)
         self._hash = hash((graphdef, self.treedef))
 
@@ -59,12 +56,16 @@ class StaticModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """A loaded GLM-5 target. `module(params)` rebuilds the network inside a jitted function."""
+    """A loaded GLM-5 target. `module(params)` rebuilds the network inside a jitted function.
+
+    mesh: over which the parameters lie; None: one device.
+    """
 
     config: Glm5Config
     graphdef: nnx.GraphDef
     params: Any
     folder: Path | None = None
+    mesh: Mesh | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -72,7 +73,7 @@ class Target:
 
     @functools.cached_property
     def static(self) -> StaticModel:
-        return StaticModel(self.graphdef, self.params)
+        return StaticModel(self.graphdef, self.params, self.mesh)
 
     @functools.cached_property
     def arrays(self) -> list[jax.Array]:
@@ -90,10 +91,11 @@ class Drafter:
     graphdef: nnx.GraphDef
     params: Any
     folder: Path | None = None
+    mesh: Mesh | None = None
 
     @functools.cached_property
     def static(self) -> StaticModel:
-        return StaticModel(self.graphdef, self.params)
+        return StaticModel(self.graphdef, self.params, self.mesh)
 
     @functools.cached_property
     def arrays(self) -> list[jax.Array]:
@@ -137,109 +139,6 @@ def make_drafter(config: DFlashConfig, target: Target, *, seed: int = 0) -> Draf
     return Drafter(config, *nnx.split(module))
 
 
-def load_target(
-    path: str | Path,
-    *,
-    dtype: Any = "auto",
-    mesh: Any = None,
-    progress: Progress | None = None,
-    scan: bool = True,
-) -> Target:
-    """Loads an HF-format GLM-5 folder.
-
-    Args:
-      path: folder with config.json and safetensors.
-      dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16".
-      mesh: only None in this version (one device).
-      progress: called with a line of text now and then.
-      scan: whether layers of one kind run as a loop, so that compile time does not grow with depth; False unrolls
-        them, which trains faster and decodes slower.
-
-    Raises:
-      CheckpointError: what is missing or does not fit, before any device work.
-    """
-    return open_target(path, dtype=dtype, mesh=mesh, scan=scan).read(progress)
-
-
-def load_drafter(
-    path: str | Path,
-    target: Target,
-    *,
-    dtype: Any = "auto",
-    mesh: Any = None,
-    progress: Progress | None = None,
-) -> Drafter:
-    """Loads an HF-format DFlash folder for `target`; arguments as for `load_target`.
-
-    Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token.
-    """
-    chosen = target.dtype if isinstance(dtype, str) and dtype == "auto" else dtype
-    return open_drafter(path, target.config, dtype=chosen, mesh=mesh).read(progress)
-
-
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """A folder whose config and headers have been checked, and of whose weights nothing has been read yet."""
-
-    config: Glm5Config | DFlashConfig
-    folder: Path
-    kind: type[Target] | type[Drafter]
-    reader: CheckpointReader
-    specs: Callable[[], Iterable[TensorSpec]]
-    build: Callable[..., Any]
-
-    def read(self, progress: Progress | None = None) -> Any:
-        """The `Target` or `Drafter`."""
-        graphdef, params = _load(self.build, self.reader, list(self.specs()), self.folder, progress)
-        return self.kind(self.config, graphdef, params, self.folder)
-
-
-def open_target(path: str | Path, *, dtype: Any = "auto", mesh: Any = None, scan: bool = True) -> Opened:
-    """Checks a target folder as `load_target` does and reads no weights."""
-    _one_device(mesh)
-    resolved, folder = resolve_dtype(dtype), Path(path)
-    _require_folder(folder)
-    config = _with_context(folder, Glm5Config.from_hf)
-    config = dataclasses.replace(config, eos_token_ids=_generation_eos(folder, config))
-    reader = CheckpointReader(folder)
-    specs = functools.partial(target_tensors, config, scan=scan)
-    reader.check(specs())  # lazily: before a wrong config becomes a long list or an array
-    build = functools.partial(Glm5, config, dtype=resolved, scan=scan)
-    return Opened(config, folder, Target, reader, specs, build)
-
-
-def open_drafter(path: str | Path, target: Glm5Config, *, dtype: Any = "auto", mesh: Any = None) -> Opened:
-    """Checks a drafter folder, and that it fits the target, as `load_drafter` does, and reads no weights."""
-    _one_device(mesh)
-    resolved, folder = resolve_dtype(dtype), Path(path)
-    _require_folder(folder)
-    config = _with_context(folder, DFlashConfig.from_hf)
-    check_pair(config, target, str(folder))
-    reader = CheckpointReader(folder)
-    _no_own_head(folder, reader)
-    specs = functools.partial(drafter_tensors, config, target.hidden_size)
-    reader.check(specs())
-    build = functools.partial(DFlash, config, dtype=resolved, target_hidden_size=target.hidden_size)
-    return Opened(config, folder, Drafter, reader, specs, build)
-
-
-def save_target(target: Target, folder: str | Path, *, dtype: Any = jnp.bfloat16) -> None:
-    """Writes config.json, generation_config.json and the weights (router and selection bias stay float32)."""
-    folder, config = Path(folder), target.config
-    scan = target.module().plan == layer_plan(config)
-    save_leaves(folder, target_tensors(config, scan=scan), flat_leaves(target.params), dtype=jnp.dtype(dtype))
-    write_json(folder / "config.json", config.to_hf() | {"dtype": jnp.dtype(dtype).name})
-    ids = {"eos_token_id": list(config.eos_token_ids), "pad_token_id": config.pad_token_id}
-    write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-
-
-def save_drafter(drafter: Drafter, target: Target, folder: str | Path, *, dtype: Any = jnp.bfloat16) -> None:
-    """Writes config.json and the weights of a drafter."""
-    specs = drafter_tensors(drafter.config, target.config.hidden_size)
-    save_leaves(Path(folder), specs, flat_leaves(drafter.params), dtype=jnp.dtype(dtype))
-    write_json(Path(folder) / "config.json", drafter.config.to_hf() | {"dtype": jnp.dtype(dtype).name})
-
-
 def check_pair(drafter: DFlashConfig, target: Glm5Config, name: str) -> None:
     """Raises `CheckpointError` naming the first thing in which a drafter does not fit a target."""
 
@@ -255,75 +154,6 @@ def check_pair(drafter: DFlashConfig, target: Glm5Config, name: str) -> None:
     require(count is None or count == layers, "num_target_layers", count, layers)
     mask = drafter.mask_token_id
     require(mask not in target.eos_token_ids, "mask_token_id", mask, f"end tokens {list(target.eos_token_ids)}")
-
-
-def _no_own_head(folder: Path, reader: CheckpointReader) -> None:
-    """A drafter with a head or an embedding of its own would run with the target's and accept next to nothing."""
-    for name in reader.entries:
-        if name.removeprefix("model.") in ("lm_head.weight", "embed_tokens.weight"):
-            raise CheckpointError(
-                f"{folder}: tensor {name!r}: a drafter with its own lm_head or embed_tokens is not supported; "
-                "expected one that borrows the target's"
-            )
-
-
-def _one_device(mesh: Any) -> None:
-    if mesh is not None:
-        raise ValueError(f"mesh: got {mesh!r}, this version runs on one device; allowed is None")
-
-
-def _require_folder(folder: Path) -> None:
-    if not is_folder(folder):
-        raise CheckpointError(f"{folder}: no such folder; expected an HF-format checkpoint folder")
-
-
-def _with_context(folder: Path, parse: Callable[[Any], Any]) -> Any:
-    path = folder / "config.json"
-    content = read_json(path)
-    try:
-        return parse(content)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-
-
-def _generation_eos(folder: Path, config: Glm5Config) -> tuple[int, ...]:
-    """End tokens: generation_config.json if it names any, else config.json."""
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return config.eos_token_ids
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: found {type(content).__name__}, expected an object")
-    ids = content.get("eos_token_id")
-    if ids is None:
-        return config.eos_token_ids
-    ids = ids if isinstance(ids, list) else [ids]
-    if not all(type(i) is int and 0 <= i < config.vocab_size for i in ids):
-        raise CheckpointError(f"{path}: eos_token_id {ids}, expected token ids in [0, {config.vocab_size})")
-    return tuple(ids)
-
-
-def _load(
-    build: Callable[..., Any],
-    reader: CheckpointReader,
-    specs: list[TensorSpec],
-    folder: Path,
-    progress: Progress | None,
-) -> tuple[nnx.GraphDef, Any]:
-    say = progress or (lambda message: None)
-    say(f"loading {folder.name}: {len(specs)} tensors")
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
-    arrays = load_leaves(reader, specs, flat_leaves(abstract), progress)
-    pure = nnx.to_pure_dict(abstract)
-    nnx.replace_by_pure_dict(abstract, _replaced(pure, arrays, ()))
-    say(f"loaded {folder.name}: {sum(a.nbytes for a in arrays.values()) / 1e6:.1f} MB")
-    return graphdef, abstract
-
-
-def _replaced(node: Any, arrays: dict[tuple, np.ndarray], path: tuple) -> Any:
-    if isinstance(node, dict):
-        return {key: _replaced(value, arrays, (*path, key)) for key, value in node.items()}
-    return jnp.asarray(arrays[path])
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "layer_ids", "with_logits"))

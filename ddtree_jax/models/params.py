@@ -84,8 +84,8 @@ def target_tensors(
 ) -> Iterator[TensorSpec]:
     """All tensors of a GLM-5 target in the names of its HF checkpoints, the MTP layer left out.
 
-    `scan` and `packed` decide where a layer lies (`glm5.layer_plan`). The leaf of a kernel is named as if it were plain;
-    if it is packed, its codes, scales and global scales lie at the same index of the leaves below it.
+    `scan` and `packed` decide where a layer lies (`glm5.layer_plan`). The leaf of a kernel is named as if it were
+    plain; if it is packed, its codes, scales and global scales lie at the same index of the leaves below it.
     """
     c = config
     top = _Layer("", (), ())

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.quant import GROUP
 
@@ -171,5 +172,23 @@ def cache_sharding(batch: int, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, EXPERT) if split else PartitionSpec())
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
+def replicate(tree: Any, mesh: Mesh | None) -> Any:
+    """Asks, inside a jitted function, that every array of a tree lie whole on every device; no mesh: as it is."""
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def settle(tree: Any, mesh: Mesh | None) -> Any:
+    """Gives what one program hands to the next its fixed place: cache rows by `cache_sharding`, the rest replicated.
+
+    Without this the partitioner would choose, and a second call with another placement would compile again.
+    """
+    if mesh is None:
+        return tree
+
+    def place(node: Any) -> Any:
+        if not isinstance(node, Cache):
+            return replicate(node, mesh)
+        rows = jax.lax.with_sharding_constraint(node.rows, cache_sharding(node.lengths.shape[0], mesh))
+        return Cache(rows=rows, lengths=replicate(node.lengths, mesh))
+
+    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Cache))

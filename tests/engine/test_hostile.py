@@ -12,11 +12,13 @@ import pytest
 import ddtree_jax
 from ddtree_jax import CheckpointError
 from ddtree_jax.bench import BenchSettings
-from ddtree_jax.checkpoint import CheckpointReader, read_header, read_json, save_leaves
+from ddtree_jax.checkpoint import save_leaves
 from ddtree_jax.models import draft_logits, target_features, target_logits
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
-from ddtree_jax.models.pair import _generation_eos, resolve_dtype
+from ddtree_jax.models.folders import read_target_config
+from ddtree_jax.models.pair import resolve_dtype
 from ddtree_jax.models.params import Part, TensorSpec
+from ddtree_jax.safetensors_files import CheckpointReader, read_header, read_json
 from ddtree_jax.tokenizer import Tokenizer
 from tests.engine.conftest import DRAFTER, TARGET
 
@@ -65,9 +67,10 @@ def test_a_text_is_no_truth_value():
 
 
 def test_generation_config_that_is_no_object(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TARGET.to_hf()))
     (tmp_path / "generation_config.json").write_text("[5]")
     with pytest.raises(CheckpointError, match="expected an object"):
-        _generation_eos(tmp_path, TARGET)
+        read_target_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["9" * 6000, "[" * 200_000, '{"a": ' + "9" * 6000 + "}"])

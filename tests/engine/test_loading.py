@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import ddtree_jax
-from ddtree_jax.checkpoint import read_header
 from ddtree_jax.models import load_drafter, load_target, make_drafter, make_target, save_drafter, save_target
 from ddtree_jax.models.pair import flat_leaves
+from ddtree_jax.safetensors_files import read_header
 from tests.engine.conftest import DRAFTER, TARGET
 
 

@@ -13,7 +13,7 @@ from demo_training import export
 from demo_training.sizes import DemoSizes
 
 import ddtree_jax
-from ddtree_jax.checkpoint import read_header
+from ddtree_jax.safetensors_files import read_header
 
 FILES = "argparse ast bisect csv dataclasses enum functools heapq inspect pathlib random shutil".split()
 SCRIPT = Path(train_demo.__file__)

@@ -7,7 +7,7 @@ import pytest
 from golden_models import FAULT, NAMES, TOLERANCE, largest_error
 
 from ddtree_jax import models
-from ddtree_jax.models import glm5, params
+from ddtree_jax.models import moe, params
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,293 @@
+"""Model folders: opening them checks configs and headers, reading them places the weights, saving them writes both."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from ddtree_jax.checkpoint import save_leaves
+from ddtree_jax.encodings import Stored, find, left_out
+from ddtree_jax.errors import CheckpointError
+from ddtree_jax.loading import Meter, Progress, load_leaves
+from ddtree_jax.models.config import DFlashConfig, Glm5Config
+from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.glm5 import Glm5, layer_plan
+from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT
+from ddtree_jax.models.pair import Drafter, Target, check_pair, flat_leaves, resolve_dtype
+from ddtree_jax.models.params import TensorSpec, drafter_tensors, packed_kernels, target_tensors
+from ddtree_jax.models.sharding import check_mesh, drafter_dims, leaf_sharding, target_dims
+from ddtree_jax.safetensors_files import CheckpointReader, is_folder, read_json, write_json
+
+
+def load_target(
+    path: str | Path,
+    *,
+    dtype: Any = "auto",
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+    scan: bool = True,
+) -> Target:
+    """Loads a GLM-5 folder: HF format in any encoding of `encodings.Encoding`, or what `convert` wrote.
+
+    Args:
+      path: folder with config.json and safetensors.
+      dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16": of whatever is not packed NVFP4.
+      mesh: None for one device, or a mesh from `make_mesh`; each device reads only its part.
+      progress: called with a line of text now and then.
+      scan: whether layers of one kind run as a loop, so that compile time does not grow with depth; False unrolls
+        them, which trains faster and decodes slower.
+
+    Raises:
+      CheckpointError: what is missing or does not fit, before any device work.
+    """
+    return open_target(path, dtype=dtype, mesh=mesh, scan=scan).read(progress)
+
+
+def load_drafter(
+    path: str | Path,
+    target: Target,
+    *,
+    dtype: Any = "auto",
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> Drafter:
+    """Loads an HF-format DFlash folder for `target`; arguments as for `load_target`, the mesh by default the target's.
+
+    Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token.
+    """
+    chosen = target.dtype if isinstance(dtype, str) and dtype == "auto" else dtype
+    mesh = target.mesh if mesh is None else mesh
+    return open_drafter(path, target.config, dtype=chosen, mesh=mesh).read(progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A folder whose config and headers have been checked, and of whose weights nothing has been read yet.
+
+    stored: tensor name -> where and how it lies on disk.
+    specs: the name map.
+    build: makes the module, given `rngs`.
+    shard: (leaf path, shape) -> its sharding; None without a mesh.
+    ignored: what the folder holds beside the weights, in words.
+    """
+
+    config: Glm5Config | DFlashConfig
+    folder: Path
+    kind: type[Target] | type[Drafter]
+    stored: Mapping[str, Stored]
+    specs: Callable[[], Iterable[TensorSpec]]
+    build: Callable[..., Any]
+    mesh: Mesh | None
+    shard: Callable[[tuple, tuple[int, ...]], NamedSharding] | None
+    ignored: str = ""
+
+    @functools.cached_property
+    def abstract(self) -> tuple[nnx.GraphDef, Any]:
+        """The static structure, and the parameter tree of shapes and dtypes."""
+        return nnx.split(nnx.eval_shape(lambda: self.build(rngs=nnx.Rngs(0))))
+
+    @property
+    def leaves(self) -> dict[tuple, jax.ShapeDtypeStruct]:
+        """path -> shape, dtype and sharding of every parameter leaf."""
+        shardings = self.shardings
+        return {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if shardings is None else shardings[path])
+            for path, leaf in flat_leaves(self.abstract[1]).items()
+        }
+
+    @property
+    def shardings(self) -> dict[tuple, NamedSharding] | None:
+        if self.shard is None:
+            return None
+        return {path: self.shard(path, leaf.shape) for path, leaf in flat_leaves(self.abstract[1]).items()}
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.stored.values())
+
+    def bytes_per_device(self) -> int:
+        """Bytes of parameters on the fullest device."""
+        total = 0
+        for leaf in self.leaves.values():
+            shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+            total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+        return total
+
+    def read(self, progress: Progress | None = None) -> Any:
+        """The `Target` or `Drafter`."""
+        say = progress or (lambda message: None)
+        say(f"loading {self.folder.name}: {len(self.stored)} tensors{self.ignored}")
+        graphdef, params = self.abstract
+        meter = Meter(self.stored.values(), self.folder.name, progress)
+        arrays = load_leaves(self.specs(), self.stored, flat_leaves(params), self.shardings, meter)
+        say(f"loaded {self.folder.name}: {sum(a.nbytes for a in arrays.values()) / 1e6:.1f} MB")
+        return self.kind(self.config, graphdef, with_arrays(params, arrays), self.folder, self.mesh)
+
+
+def with_arrays(params: Any, arrays: Mapping[tuple, jax.Array]) -> Any:
+    """An abstract parameter tree with its leaves replaced; paths as in `flat_leaves`."""
+
+    def replaced(node: Any, path: tuple) -> Any:
+        if isinstance(node, dict):
+            return {key: replaced(value, (*path, key)) for key, value in node.items()}
+        return arrays[path]
+
+    filled = jax.tree.map(lambda leaf: leaf, params)  # `Opened.abstract` stays as it is
+    nnx.replace_by_pure_dict(filled, replaced(nnx.to_pure_dict(params), ()))
+    return filled
+
+
+def open_target(path: str | Path, *, dtype: Any = "auto", mesh: Mesh | None = None, scan: bool = True) -> Opened:
+    """Checks a target folder as `load_target` does and reads no weights."""
+    mesh = check_mesh(mesh)
+    resolved, folder = resolve_dtype(dtype), Path(path)
+    _require_folder(folder)
+    config = read_target_config(folder)
+    reader = CheckpointReader(folder)
+    # Lazily: the first tensor that is missing tells before a wrong config becomes a long list.
+    stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in target_tensors(config)}
+    packed = packed_kernels(config, lambda name: stored[name].is_nvfp4)
+    return Opened(
+        config=config,
+        folder=folder,
+        kind=Target,
+        stored=stored,
+        specs=functools.partial(target_tensors, config, scan=scan, packed=packed),
+        build=functools.partial(Glm5, config, dtype=resolved, scan=scan, packed=packed, mesh=mesh),
+        mesh=mesh,
+        shard=None if mesh is None else target_sharding(config, mesh),
+        ignored=_ignored(reader, stored, config.num_hidden_layers),
+    )
+
+
+def open_drafter(path: str | Path, target: Glm5Config, *, dtype: Any = "auto", mesh: Mesh | None = None) -> Opened:
+    """Checks a drafter folder, and that it fits the target, as `load_drafter` does, and reads no weights."""
+    mesh = check_mesh(mesh)
+    resolved, folder = resolve_dtype(dtype), Path(path)
+    _require_folder(folder)
+    config = with_context(folder, DFlashConfig.from_hf)
+    check_pair(config, target, str(folder))
+    reader = CheckpointReader(folder)
+    _no_own_head(folder, reader)
+    specs = functools.partial(drafter_tensors, config, target.hidden_size)
+    stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in specs()}
+    return Opened(
+        config=config,
+        folder=folder,
+        kind=Drafter,
+        stored=stored,
+        specs=specs,
+        build=functools.partial(DFlash, config, dtype=resolved, target_hidden_size=target.hidden_size),
+        mesh=mesh,
+        shard=None if mesh is None else drafter_sharding(config, mesh),
+        ignored=_ignored(reader, stored, config.num_hidden_layers),
+    )
+
+
+def target_sharding(config: Glm5Config, mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
+    """(leaf path, shape) -> sharding of a target's parameters."""
+    dense = config.n_routed_experts <= DENSE_EXPERTS_LIMIT
+    return functools.partial(leaf_sharding, table=target_dims(config), mesh=mesh, dense_experts=dense)
+
+
+def drafter_sharding(config: DFlashConfig, mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
+    """(leaf path, shape) -> sharding of a drafter's parameters."""
+    return functools.partial(leaf_sharding, table=drafter_dims(config), mesh=mesh)
+
+
+def save_target(target: Target, folder: str | Path, *, dtype: Any = jnp.bfloat16) -> None:
+    """Writes config.json, generation_config.json and the weights (router and selection bias stay float32).
+
+    Kernels that are packed are written as they are, in the ModelOpt layout.
+    """
+    folder, config = Path(folder), target.config
+    module = target.module()
+    scan = module.plan == layer_plan(config, packed=module.packed)
+    specs = target_tensors(config, scan=scan, packed=module.packed)
+    save_leaves(folder, specs, flat_leaves(target.params), dtype=jnp.dtype(dtype))
+    write_target_config(config, folder, dtype)
+
+
+def write_target_config(config: Glm5Config, folder: Path, dtype: Any) -> None:
+    """config.json and generation_config.json of a target."""
+    write_json(folder / "config.json", config.to_hf() | {"dtype": jnp.dtype(dtype).name})
+    ids = {"eos_token_id": list(config.eos_token_ids), "pad_token_id": config.pad_token_id}
+    write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+
+
+def save_drafter(drafter: Drafter, target: Target, folder: str | Path, *, dtype: Any = jnp.bfloat16) -> None:
+    """Writes config.json and the weights of a drafter."""
+    specs = drafter_tensors(drafter.config, target.config.hidden_size)
+    save_leaves(Path(folder), specs, flat_leaves(drafter.params), dtype=jnp.dtype(dtype))
+    write_json(Path(folder) / "config.json", drafter.config.to_hf() | {"dtype": jnp.dtype(dtype).name})
+
+
+def _ignored(reader: CheckpointReader, stored: Mapping[str, Stored], layers: int) -> str:
+    """What a folder holds beside the weights, in words; a bias is refused, as it would belong to another network."""
+    used = {name for tensor in stored.values() for name in tensor.names}
+    bias = next((name for name in reader.entries if name.endswith(".bias") and _stands_for(name, stored)), None)
+    if bias is not None:
+        raise CheckpointError(
+            f"{reader.entries[bias].file}: tensor {bias!r}: this network has no such bias; expected a checkpoint of "
+            "GLM-5 or DFlash without it"
+        )
+    counts = left_out(reader.entries, used, layers)
+    named = ", ".join(f"{count} of {category}" for category, count in counts.items())
+    return f"; left out: {named}" if named else ""
+
+
+def _stands_for(name: str, stored: Mapping[str, Stored]) -> bool:
+    return name not in stored and f"{name.removesuffix('bias')}weight" in stored
+
+
+def _no_own_head(folder: Path, reader: CheckpointReader) -> None:
+    """A drafter with a head or an embedding of its own would run with the target's and accept next to nothing."""
+    for name in reader.entries:
+        if name.removeprefix("model.") in ("lm_head.weight", "embed_tokens.weight"):
+            raise CheckpointError(
+                f"{folder}: tensor {name!r}: a drafter with its own lm_head or embed_tokens is not supported; "
+                "expected one that borrows the target's"
+            )
+
+
+def _require_folder(folder: Path) -> None:
+    if not is_folder(folder):
+        raise CheckpointError(f"{folder}: no such folder; expected an HF-format checkpoint folder")
+
+
+def with_context(folder: Path, parse: Callable[[Any], Any]) -> Any:
+    """A folder's config.json, parsed; errors name the file."""
+    path = folder / "config.json"
+    content = read_json(path)
+    try:
+        return parse(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_target_config(folder: Path) -> Glm5Config:
+    """config.json, with the end tokens of generation_config.json where that names any."""
+    config = with_context(folder, Glm5Config.from_hf)
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return config
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: found {type(content).__name__}, expected an object")
+    ids = content.get("eos_token_id")
+    if ids is None:
+        return config
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(type(i) is int and 0 <= i < config.vocab_size for i in ids):
+        raise CheckpointError(f"{path}: eos_token_id {ids}, expected token ids in [0, {config.vocab_size})")
+    return dataclasses.replace(config, eos_token_ids=tuple(ids))
