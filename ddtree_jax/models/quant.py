@@ -116,7 +116,8 @@ def quantise(
     _require(w.ndim == 2, f"w: got shape {w.shape}, expected [out, in]")
     _require(w.shape[1] % GROUP == 0, f"w: {w.shape[1]} columns, expected a multiple of {GROUP}")
     panels = list(row_panels(w.shape))
-    peaks = [float(np.abs(w[rows].astype(np.float64)).max(initial=0)) for rows in panels]
+    with np.errstate(invalid="ignore"):  # a signalling NaN warns, and is refused below
+        peaks = [float(np.abs(w[rows].astype(np.float64)).max(initial=0)) for rows in panels]
     _require(bool(np.isfinite(peaks).all()), "w: NaN or infinite values")  # max keeps a NaN
     peak = max(peaks, default=0.0)
     tiny = float(np.finfo(np.float32).tiny)
