@@ -175,7 +175,8 @@ class Stored:
 
     def _fp8_scale(self) -> np.ndarray:
         """The scales in float32: [1, 1], [out, 1], or one for each block; finite, none negative."""
-        scale = map_tensor(self.scale).astype(np.float32)
+        with np.errstate(invalid="ignore"):  # a signalling NaN in bfloat16 warns, and is refused below
+            scale = map_tensor(self.scale).astype(np.float32)
         if self.encoding is Encoding.FP8_SCALED:
             scale = scale.reshape(-1, 1)
         if not np.isfinite(scale).all() or (scale < 0).any() or float(scale.max(initial=0)) * E4M3_MAX > LARGEST:

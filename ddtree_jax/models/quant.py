@@ -116,8 +116,10 @@ def quantise(
     _require(w.ndim == 2, f"w: got shape {w.shape}, expected [out, in]")
     _require(w.shape[1] % GROUP == 0, f"w: {w.shape[1]} columns, expected a multiple of {GROUP}")
     panels = list(row_panels(w.shape))
-    peak = max((float(np.abs(w[rows].astype(np.float64)).max(initial=0)) for rows in panels), default=0.0)
-    _require(np.isfinite(peak), "w: NaN or infinite values")
+    with np.errstate(invalid="ignore"):  # a signalling NaN warns, and is refused below
+        peaks = [float(np.abs(w[rows].astype(np.float64)).max(initial=0)) for rows in panels]
+    _require(bool(np.isfinite(peaks).all()), "w: NaN or infinite values")  # max keeps a NaN
+    peak = max(peaks, default=0.0)
     tiny = float(np.finfo(np.float32).tiny)
     if multiplier is None:
         multiplier = max(peak / (E2M1_MAX * (256 if search else E4M3_MAX)), tiny) if peak else 1.0
