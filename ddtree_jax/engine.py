@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ddtree_jax.capacity import CHECKED_CONTEXT, estimate
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.folders import open_drafter, open_target
 from ddtree_jax.models.pair import Drafter, Target
@@ -90,6 +91,11 @@ def load(
     if drafter is not None:
         opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh)
         _check_mask_token(drafter, opened_drafter.config.mask_token_id, tokenizer)
+    context = min(CHECKED_CONTEXT, opened.config.max_position_embeddings)
+    capacity = estimate(opened, opened_drafter, context=context)
+    capacity.require(name)
+    for line in capacity.table().splitlines() if progress is not None else ():
+        progress(line)
     return Engine(
         target=opened.read(progress),
         drafter=None if opened_drafter is None else opened_drafter.read(progress),

@@ -317,7 +317,7 @@ def test_a_wrong_drafter_is_refused_before_any_weights_are_read(copy, monkeypatc
     def refuse(*args, **kwargs):
         raise AssertionError("weights were read before both folders were checked")
 
-    monkeypatch.setattr("ddtree_jax.models.pair.load_leaves", refuse)
+    monkeypatch.setattr("ddtree_jax.models.folders.load_leaves", refuse)
     edit(copy / "drafter" / "config.json", num_target_layers=78)
     with pytest.raises(ddtree_jax.CheckpointError, match="num_target_layers"):
         load_pair(copy)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ddtree_jax.models.glm5 import Glm5, Segment, causal_mask, layer_plan
+from ddtree_jax.models.glm5 import Glm5, LayerKind, PackedKernels, Segment, causal_mask, layer_plan
 from tests.engine.conftest import TARGET
 
 
@@ -19,7 +19,7 @@ def with_layers(count: int):
 
 
 def test_plan_of_glm_5_2():
-    dense, shared, full = ("full", "dense"), ("shared", "sparse"), ("full", "sparse")
+    dense, shared, full = LayerKind("full", "dense"), LayerKind("shared", "sparse"), LayerKind("full", "sparse")
     assert layer_plan(with_layers(78)) == (
         Segment((dense,), 3, 0),
         Segment((shared,), 3, 3),
@@ -37,7 +37,17 @@ def test_every_layer_has_one_place():
                 for place, kind in enumerate(segment.pattern)
                 for repeat in range(segment.repeats)
             }
-            assert [places[i] for i in range(count)] == list(config.layer_kinds)
+            assert [places[i][:2] for i in range(count)] == list(config.layer_kinds)
+
+
+def test_packed_kernels_split_a_stack_where_they_change():
+    """An export that leaves the last layers' experts unquantised: those layers are of another kind."""
+    experts = ("mlp.down", "mlp.gate_up")
+    packed = PackedKernels(tuple(() if i < 3 or i > 75 else experts for i in range(78)))
+    plan = layer_plan(with_layers(78), packed=packed)
+    kinds = {s.layer_index(p, r): k for s in plan for p, k in enumerate(s.pattern) for r in range(s.repeats)}
+    assert [i for i in range(78) if kinds[i].packed] == list(range(3, 76))
+    assert sum(len(segment.pattern) for segment in plan) <= 12
 
 
 def _equations(jaxpr) -> int:
