@@ -15,6 +15,7 @@ from toy_model import Toy, generate, greedy_reference
 from ddtree_jax.pallas.vocab_topk import vocab_topk
 from ddtree_jax.sampling import SamplingParams, choose_tokens
 from ddtree_jax.tree import (
+    FORMULATIONS,
     accept,
     ancestor_mask,
     build_tree,
@@ -58,6 +59,55 @@ def test_regression_b17_token_zero_is_a_token():
     ]
     path = accept(tree, np.asarray([[0, 0, 0]], np.int32))
     assert int(path.length[0]) == 3 and int(path.bonus_token_ids[0]) == 0
+
+
+FLAT = [0.2, 0.17, 0.16, 0.16, 0.16, 0.15]
+
+
+def test_regression_b18_the_complete_chain_survives_flat_distributions():
+    """Top probability 0.2 at all 7 depths: with the spine the complete chain is there, and a target that follows
+    it is followed to its end; the best prefixes alone are all shallow.
+    """
+    logits = log_rows(*[FLAT] * 7)
+    for budget in (7, 16, 64):
+        forced, plain = (
+            build_tree(logits, np.zeros(1, np.int32), budget=budget, force_spine=flag) for flag in (True, False)
+        )
+        choices = np.zeros((1, budget + 1), np.int32)  # the chain's token, whatever came before
+        path = accept(forced, choices)
+        assert int(path.length[0]) == 8 and int(path.bonus_token_ids[0]) == 0
+        assert int(accept(plain, choices).length[0]) < 5
+        assert int(forced.num_nodes[0]) == budget + 1
+
+
+def test_regression_b19_budget_l_with_the_spine_is_the_chain():
+    """Where the tree alone grows bushes, the spine forced into budget L is DFlash's chain, slot by slot; with more
+    budget a target is never followed less far than by the chain.
+    """
+    batch = tree_cases.logits_batch(seed=19, per_kind=12, depth=6, vocab=9)
+    batch = batch[np.isfinite(batch).any(-1).all(-1)]
+    roots = np.arange(len(batch), dtype=np.int32)
+    chain = chain_tree(batch, roots)
+    for formulation in FORMULATIONS:
+        tree = build_tree(batch, roots, budget=6, force_spine=True, formulation=formulation)
+        jax.tree.map(np.testing.assert_array_equal, tree, chain)
+    bushy = np.asarray(build_tree(batch, roots, budget=6).depths).max(axis=1)
+    assert (bushy < 6).mean() > 0.3
+    tokens = np.asarray(chain.token_ids)[:, 1:]
+    shorter = 0
+    for follow in range(7):
+        wanted = np.where(np.arange(7) < follow, np.pad(tokens, ((0, 0), (0, 1))), -5)
+        lengths = []
+        for made in (
+            chain,
+            build_tree(batch, roots, budget=9, force_spine=True),
+            build_tree(batch, roots, budget=9),
+        ):
+            choices = np.take_along_axis(wanted, np.asarray(made.depths), axis=1).astype(np.int32)
+            lengths.append(np.asarray(accept(made, choices).length))
+        assert (lengths[0] == follow + 1).all() and (lengths[1] == follow + 1).all()
+        shorter += (lengths[2] < lengths[0]).sum()
+    assert shorter
 
 
 def test_regression_b20_siblings_before_a_spine():
