@@ -122,12 +122,14 @@ def test_the_plain_search_with_a_spine_equals_enumeration(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("formulation", FORMULATIONS)
+@pytest.mark.parametrize("force_spine", [False, True])
 @pytest.mark.parametrize("depth, vocab, budget", [(15, 70, 64), (4, 6, 40), (12, 16, 16)])
-def test_equals_plain_heap_thousands(depth, vocab, budget, formulation):
+def test_equals_plain_heap_thousands(depth, vocab, budget, formulation, force_spine):
     logits = tree_cases.logits_batch(seed=1000 + budget, per_kind=200, depth=depth, vocab=vocab)
     roots = np.arange(len(logits), dtype=np.int32)
-    tree, best = build_and_candidates(logits, roots, budget=budget, formulation=formulation)
-    tree_cases.assert_trees_equal(tree, tree_cases.heap_trees(*best, roots, budget))
+    arguments = dict(budget=budget, formulation=formulation, force_spine=force_spine)
+    tree, best = build_and_candidates(logits, roots, **arguments)
+    tree_cases.assert_trees_equal(tree, tree_cases.heap_trees(*best, roots, budget, force_spine=force_spine))
 
 
 @pytest.mark.slow

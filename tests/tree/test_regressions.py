@@ -1,7 +1,12 @@
-"""Faults that tree drafters had elsewhere, one test each: the triggering input and the right result."""
+"""Faults that tree drafters had elsewhere, one test each: the triggering input and the right result.
+
+B: tree building; D: acceptance and sampling; and what of C and E needs no network. The rest, and A, are in
+tests/models/test_regressions.py.
+"""
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +17,8 @@ import toy_model
 import tree_cases
 from toy_model import Toy, generate, greedy_reference
 
+import ddtree_jax
+from ddtree_jax import cli
 from ddtree_jax.pallas.vocab_topk import vocab_topk
 from ddtree_jax.sampling import SamplingParams, choose_tokens
 from ddtree_jax.tree import (
@@ -211,6 +218,26 @@ def test_regression_c28_mask_layout():
     assert ["".join("FT"[int(v)] for v in row) for row in whole] == ["TTTTF", "TTTTT"]
 
 
+def test_regression_c31_three_odd_sized_trees_equal_single_ones():
+    """Three trees of 7 slots, 49 mask entries each: masks, positions and paths are those of each tree alone."""
+    rng = np.random.default_rng(31)
+    lists = [tree_cases.random_tree(rng, nodes, 3) for nodes in (7, 3, 6)]
+    tree = tree_cases.tree_from_lists([p for p, _ in lists], [t for _, t in lists], 7)
+    prefix_lengths = np.asarray([3, 13, 6], np.int32)
+    choices = rng.integers(0, 3, size=(3, 7)).astype(np.int32)
+    mask, places, path = ancestor_mask(tree), positions(tree, prefix_lengths), accept(tree, choices)
+    for b, (parents, _) in enumerate(lists):
+        one = jax.tree.map(lambda x, b=b: x[b : b + 1], tree)
+        np.testing.assert_array_equal(mask[b], ancestor_mask(one)[0])
+        np.testing.assert_array_equal(
+            np.asarray(mask)[b, : len(parents), : len(parents)], reference.visibility(parents)
+        )
+        np.testing.assert_array_equal(places[b], positions(one, prefix_lengths[b : b + 1])[0])
+        alone = accept(one, choices[b : b + 1])
+        jax.tree.map(lambda x, y, b=b: np.testing.assert_array_equal(x[b], y[0]), path, alone)
+    assert not (np.asarray(mask)[0] == np.asarray(mask)[2]).all()
+
+
 def test_regression_c37_padding_rows_are_finite_and_alone():
     """Padding rows attend to themselves: a softmax over them is finite, and no valid row's logits depend on
     them.
@@ -330,6 +357,32 @@ def seeds(batch, **settings):
     one = SamplingParams.create(1, **settings)
     fields = {f: jnp.broadcast_to(getattr(one, f), (batch,)) for f in ("temperature", "top_k", "top_p", "min_p")}
     return SamplingParams(**fields, keys=jax.random.split(jax.random.key(1), batch))
+
+
+def test_regression_d48_there_is_no_penalty_to_apply_on_one_side(capsys):
+    """Nothing that depends on a node's ancestors changes its logits: no entry takes a penalty or a bias.
+
+    Whoever adds one must count the tokens of each node's own path, and this test is then the one to replace.
+    """
+    for call in (ddtree_jax.generate, ddtree_jax.stream):
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+            with pytest.raises(TypeError, match=name):
+                call(None, [1], **{name: 1.1})
+        words = " ".join(inspect.signature(call).parameters)
+        assert "penalty" not in words and "bias" not in words
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields == {"temperature", "top_k", "top_p", "min_p", "keys"}
+    assert cli.main(["generate", "p", "--repetition-penalty", "1.1"]) == 2
+    assert "--repetition-penalty" in capsys.readouterr().err
+    # Logits in, token out: the tokens of the path are not even an argument.
+    assert list(inspect.signature(choose_tokens).parameters) == [
+        "logits",
+        "depths",
+        "emitted",
+        "params",
+        "mode",
+        "max_depth",
+    ]
 
 
 def test_regression_d49_temperature_is_honoured():
