@@ -8,7 +8,6 @@ interleaved so that a slow moment of the machine does not fall on one row alone;
 import dataclasses
 import importlib.resources
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ddtree_jax
 from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities, require_drafter
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.requests import MAX_BATCH, MAX_BUDGET
+from ddtree_jax.requests import MAX_BATCH, check_arguments
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -51,15 +50,16 @@ class BenchSettings:
     prompt_file: str | None = None
 
     def __post_init__(self):
-        for name in ("prompts", "max_new_tokens", "batch", "repeats"):
+        for name in ("prompts", "batch", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; at least 1")
         if self.batch > MAX_BATCH:
             raise ValueError(f"batch: got {self.batch}; at most {MAX_BATCH} prompts are decoded together")
-        if not self.budgets or min(self.budgets) < 0 or max(self.budgets) > MAX_BUDGET:
-            raise ValueError(f"budgets: got {list(self.budgets)}; at least one, each in [0, {MAX_BUDGET}]")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: got {self.temperature}; a finite number >= 0")
+        if not self.budgets:
+            raise ValueError("budgets: got none; give at least one")
+        # Every other rule is that of the requests these settings become.
+        for budget in self.budgets:
+            check_arguments(self.max_new_tokens, "ddtree", budget, self.temperature, None, None, None, 0, None, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -279,26 +279,25 @@ def _prompt(arguments: argparse.Namespace, stdin: IO[str]) -> str | list[int]:
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:
+    from ddtree_jax.requests import check_arguments
+
+    options = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "algorithm": arguments.algorithm,
+        "budget": arguments.budget,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "min_p": arguments.min_p,
+        "seed": arguments.seed,
+        "stop_token_ids": arguments.stop_token_ids,
+    }
     # Bad arguments that need no model are told before the weights load.
     prompt = _prompt(arguments, sys.stdin)
-    SpeculativeAlgorithm.parse(arguments.algorithm)
+    check_arguments(**options, grammar=None)
     progress = _progress(arguments.progress)
     engine = _load(arguments, progress)
-    chunks = ddtree_jax.stream(
-        engine,
-        prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        algorithm=arguments.algorithm,
-        budget=arguments.budget,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        stop_token_ids=arguments.stop_token_ids,
-        with_tree=arguments.show_tree,
-        progress=progress,
-    )
+    chunks = ddtree_jax.stream(engine, prompt, **options, with_tree=arguments.show_tree, progress=progress)
     out = sys.stdout
     pieces: list[str] = []
     token_ids: list[int] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,24 @@ MAX_BUDGET = 1024
 MAX_BATCH = 16  # sequences decoded together; a longer list of prompts runs in groups of this
 MAX_TOP_K = 2**31 - 1
 MAX_TEMPERATURE = 1e30  # well inside float32, and already uniform over any logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What a request asks for besides its prompts, in range as far as that can be told without an engine.
+
+    `seed` is one integer for all prompts, or a list; `stop_token_ids` is None for the model's own.
+    """
+
+    max_new_tokens: int
+    algorithm: SpeculativeAlgorithm
+    budget: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | list[int]
+    stop_token_ids: tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +62,47 @@ class Request:
         return "sample" if self.top_k is None and self.top_p is None and self.min_p is None else "filtered"
 
 
+def check_arguments(
+    max_new_tokens: Any,
+    algorithm: Any,
+    budget: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seed: Any,
+    stop_token_ids: Any,
+    grammar: Any,
+) -> Arguments:
+    """The half of `check_request` that needs no engine, so that a caller can refuse before any weights load.
+
+    Raises:
+      ValueError: a bad argument, named.
+      UnsupportedRequestError: no engine of this version can do it.
+    """
+    member = SpeculativeAlgorithm.parse(algorithm)
+    if grammar is not None:
+        require(member, "grammar")
+    temperature = _number("temperature", temperature, 0.0, MAX_TEMPERATURE)
+    if temperature > 0:
+        require(member, "sampling")
+    if isinstance(budget, str) and budget == "auto":
+        raise UnsupportedRequestError(
+            f"algorithm {member.name} has no automatic budget in this version; give an integer in [0, {MAX_BUDGET}]"
+        )
+    return Arguments(
+        max_new_tokens=_integer("max_new_tokens", max_new_tokens, 1, None),
+        algorithm=member,
+        budget=_integer("budget", budget, 0, MAX_BUDGET),
+        temperature=temperature,
+        top_k=None if top_k is None else _integer("top_k", top_k, 1, MAX_TOP_K),
+        top_p=None if top_p is None else _number("top_p", top_p, 0.0, 1.0, open_below=True),
+        min_p=None if min_p is None else _number("min_p", min_p, 0.0, 1.0),
+        seed=_seed(seed),
+        stop_token_ids=_stop_token_ids(stop_token_ids),
+    )
+
+
 def check_request(
     engine: Engine,
     prompt: Any,
@@ -62,40 +120,31 @@ def check_request(
     """Returns the request, or raises ValueError (a bad argument) or UnsupportedRequestError (nobody here can do it)."""
     if not isinstance(engine, Engine):
         raise ValueError(f"engine: got {type(engine).__name__}, allowed is what ddtree_jax.load returns")
-    member = SpeculativeAlgorithm.parse(algorithm)
-    require_drafter(member, engine.drafter is not None)
-    if grammar is not None:
-        require(member, "grammar")
-    temperature = _number("temperature", temperature, 0.0, MAX_TEMPERATURE)
-    if temperature > 0:
-        require(member, "sampling")
-    if isinstance(budget, str) and budget == "auto":
-        raise UnsupportedRequestError(
-            f"algorithm {member.name} on this engine has no automatic budget; give an integer in [0, {MAX_BUDGET}]"
-        )
+    asked = check_arguments(
+        max_new_tokens, algorithm, budget, temperature, top_k, top_p, min_p, seed, stop_token_ids, grammar
+    )
+    require_drafter(asked.algorithm, engine.drafter is not None)
     prompts, batched = _prompts(engine, prompt)
-    limit = engine.max_positions
-    new = _integer("max_new_tokens", max_new_tokens, 1, limit)
-    longest = max(len(p) for p in prompts)
+    limit, longest, new = engine.max_positions, max(len(p) for p in prompts), asked.max_new_tokens
     if longest + new > limit:
         raise ValueError(
             f"prompt and max_new_tokens: got {longest} + {new} = {longest + new} tokens, allowed are {limit} "
             "(the model's positions); shorten one of them"
         )
     if len({len(p) for p in prompts}) > 1:
-        require(member, "ragged_batch")
+        require(asked.algorithm, "ragged_batch")
     return Request(
         prompts=prompts,
         batched=batched,
         max_new_tokens=new,
-        algorithm=member,
-        budget=_integer("budget", budget, 0, MAX_BUDGET),
-        temperature=temperature,
-        top_k=None if top_k is None else _integer("top_k", top_k, 1, MAX_TOP_K),
-        top_p=None if top_p is None else _number("top_p", top_p, 0.0, 1.0, open_below=True),
-        min_p=None if min_p is None else _number("min_p", min_p, 0.0, 1.0),
-        seeds=_seeds(seed, len(prompts)),
-        stop_token_ids=_stop_token_ids(engine, stop_token_ids),
+        algorithm=asked.algorithm,
+        budget=asked.budget,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        seeds=_one_seed_a_prompt(asked.seed, len(prompts)),
+        stop_token_ids=_in_vocabulary(engine, asked.stop_token_ids),
     )
 
 
@@ -103,9 +152,10 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if not _is_integer(value) or not low <= value <= high:
-        raise ValueError(f"{name}: got {value!r}, allowed is an integer in [{low}, {high}]")
+def _integer(name: str, value: Any, low: int, high: int | None) -> int:
+    if not _is_integer(value) or value < low or (high is not None and value > high):
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name}: got {value!r}, allowed is an integer {allowed}")
     return int(value)
 
 
@@ -154,21 +204,34 @@ def _one_prompt(engine: Engine, prompt: Any, name: str) -> list[int]:
     return [int(token) for token in prompt]
 
 
-def _seeds(seed: Any, count: int) -> list[int]:
+def _seed(seed: Any) -> int | list[int]:
     if _is_integer(seed):
-        return [int(seed)] * count
+        return int(seed)
     if not _is_list(seed) or not all(_is_integer(s) for s in seed):
-        raise ValueError(f"seed: got {seed!r}, allowed is an integer, or a list of {count} (one a prompt)")
-    if len(seed) != count:
-        raise ValueError(f"seed: got {len(seed)} seeds for {count} prompts, allowed is one integer or one a prompt")
+        raise ValueError(f"seed: got {seed!r}, allowed is an integer, or a list of them (one a prompt)")
     return [int(s) for s in seed]
 
 
-def _stop_token_ids(engine: Engine, stop_token_ids: Sequence[int] | None) -> tuple[int, ...]:
+def _one_seed_a_prompt(seed: int | list[int], count: int) -> list[int]:
+    if isinstance(seed, int):
+        return [seed] * count
+    if len(seed) != count:
+        raise ValueError(f"seed: got {len(seed)} seeds for {count} prompts, allowed is one integer or one a prompt")
+    return seed
+
+
+def _stop_token_ids(stop_token_ids: Any) -> tuple[int, ...] | None:
+    if stop_token_ids is None:
+        return None
+    if not _is_list(stop_token_ids) or not all(_is_integer(i) and i >= 0 for i in stop_token_ids):
+        raise ValueError(f"stop_token_ids: got {stop_token_ids!r}, allowed is a list of token ids (integers >= 0)")
+    return tuple(dict.fromkeys(int(i) for i in stop_token_ids))
+
+
+def _in_vocabulary(engine: Engine, stop_token_ids: tuple[int, ...] | None) -> tuple[int, ...]:
     if stop_token_ids is None:
         return engine.stop_token_ids
     size = engine.target.config.vocab_size
-    ok = _is_list(stop_token_ids) and all(_is_integer(i) and 0 <= i < size for i in stop_token_ids)
-    if not ok:
-        raise ValueError(f"stop_token_ids: got {stop_token_ids!r}, allowed is a list of integers in [0, {size - 1}]")
-    return tuple(dict.fromkeys(int(i) for i in stop_token_ids))
+    if stop_token_ids and max(stop_token_ids) >= size:
+        raise ValueError(f"stop_token_ids: got {list(stop_token_ids)}, allowed are token ids in [0, {size - 1}]")
+    return stop_token_ids

@@ -34,13 +34,14 @@ def default_formulation(budget: int, depth: int, k: int, *, backend: str) -> str
     return "static_universe" if fits else "level_merge"
 
 
-@functools.partial(jax.jit, static_argnames=("budget", "top_k", "formulation", "topk_implementation"))
+@functools.partial(jax.jit, static_argnames=("budget", "top_k", "force_spine", "formulation", "topk_implementation"))
 def build_tree(
     draft_logits: jax.Array,
     root_token_ids: jax.Array,
     *,
     budget: int,
     top_k: int | None = None,
+    force_spine: bool = False,
     formulation: str = "auto",
     topk_implementation: str = "auto",
 ) -> DraftTree:
@@ -59,6 +60,11 @@ def build_tree(
       budget: static number of nodes besides the root, >= 0 (0: root only).
       top_k: static number of candidates per depth, >= 1; None means min(budget, V), which loses nothing. A
         smaller value gives the best tree over prefixes whose ranks are all below it.
+      force_spine: static. True guarantees the whole top-1 chain (rank 0 at every depth, min(L, budget) deep or
+        up to the first row without candidates); the rest of the budget goes to the most probable other
+        prefixes, and the slot order is the same. With budget L and candidates in every row this is
+        `chain_tree`. A target that follows the chain is then followed to its end however flat the drafter is;
+        the price is the drafter's expected accepted length, which the tree without it maximizes.
       formulation: one of `FORMULATIONS`, all exactly equal, or "auto".
       topk_implementation: as `vocab_topk`'s `implementation`.
 
@@ -71,6 +77,7 @@ def build_tree(
     """
     budget = checks.static_int(budget, "budget", minimum=0)
     top_k = None if top_k is None else checks.static_int(top_k, "top_k", minimum=1)
+    force_spine = checks.static_bool(force_spine, "force_spine")
     if formulation != "auto" and formulation not in FORMULATIONS:
         raise ValueError(f"formulation: got {formulation!r}; allowed: auto, {', '.join(FORMULATIONS)}.")
     draft_logits = checks.as_float32(draft_logits, "draft_logits", (None, None, None), "B, L, V")
@@ -86,7 +93,9 @@ def build_tree(
 
     with jax.named_scope("build_tree"):
         log_probs, token_ids = draft_candidates(draft_logits[:, :depth], k, implementation=topk_implementation)
-        return build_tree_from_candidates(log_probs, token_ids, root_token_ids, budget=budget, formulation=formulation)
+        return build_tree_from_candidates(
+            log_probs, token_ids, root_token_ids, budget=budget, force_spine=force_spine, formulation=formulation
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("k", "implementation"))
@@ -110,13 +119,14 @@ def draft_candidates(draft_logits: jax.Array, k: int, *, implementation: str = "
     return jnp.where(is_candidate, best.values - normalizers[:, :, None], -jnp.inf), best.token_ids
 
 
-@functools.partial(jax.jit, static_argnames=("budget", "formulation"))
+@functools.partial(jax.jit, static_argnames=("budget", "force_spine", "formulation"))
 def build_tree_from_candidates(
     log_probs: jax.Array,
     token_ids: jax.Array,
     root_token_ids: jax.Array,
     *,
     budget: int,
+    force_spine: bool = False,
     formulation: str = "auto",
 ) -> DraftTree:
     """`build_tree` after the vocabulary pass.
@@ -127,12 +137,13 @@ def build_tree_from_candidates(
       token_ids: int32[B, L, K], distinct in a row.
       root_token_ids: int32[B].
       budget: static, >= 1.
-      formulation: as for `build_tree`.
+      force_spine, formulation: as for `build_tree`.
 
     Returns:
       A `DraftTree` with N = budget + 1 slots.
     """
     budget = checks.static_int(budget, "budget", minimum=1)
+    force_spine = checks.static_bool(force_spine, "force_spine")
     log_probs = checks.as_float32(log_probs, "log_probs", (None, None, None), "B, L, K")
     batch, depth, k = log_probs.shape
     token_ids = checks.as_int32(token_ids, "token_ids", (batch, depth, k), "B, L, K")
@@ -141,6 +152,8 @@ def build_tree_from_candidates(
         raise ValueError(f"log_probs: got shape {log_probs.shape}; L and K must be >= 1.")
 
     nodes = jax.vmap(_pick(formulation, budget, depth, k))(log_probs)
+    if force_spine and k > 1:  # one candidate a row: the spine is all there is
+        nodes = jax.vmap(formulations.with_spine)(nodes, log_probs)
     is_node = nodes.scores > -jnp.inf
     flat = jnp.where(is_node, (nodes.depths - 1) * k + nodes.ranks, 0)
     tokens = jnp.take_along_axis(token_ids.reshape((batch, depth * k)), flat, axis=1)

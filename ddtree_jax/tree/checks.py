@@ -54,6 +54,13 @@ def static_int(value, name: str, *, minimum: int) -> int:
     return number
 
 
+def static_bool(value, name: str) -> bool:
+    """`value` as a Python bool; ValueError naming the argument if it is anything else."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}; it must be a static True or False.")
+    return value
+
+
 def _check(array: jax.Array, name: str, shape: tuple[int | None, ...], expected: str, right_kind: bool) -> None:
     message = f"{name} must be {expected}"
     chex.assert_rank(array, len(shape), custom_message=message)

@@ -178,6 +178,62 @@ def static_universe(log_probs: jax.Array, budget: int) -> Nodes:
     )
 
 
+def with_spine(nodes: Nodes, log_probs: jax.Array) -> Nodes:
+    """The best nodes among which the whole top-1 chain (the spine) is, from the best nodes without that demand.
+
+    The spine is rank 0 at every depth, min(L, budget) deep or up to the first row without candidates. What is
+    wanted is the spine and, in the rest of the budget, the first other prefixes in the heap's order. That set is
+    prefix-closed: a parent lies on the spine or is another prefix, and then precedes its child. Its other
+    prefixes are the first ones of `nodes`, which holds at least as many; the spine nodes that `nodes` lacks come
+    after all of it in the heap's order. So the last other nodes leave and the end of the spine is appended.
+
+    Args:
+      nodes: all `budget` entries of a formulation.
+      log_probs: float32[L, K], what the formulation was given.
+
+    Returns:
+      `budget` entries in the heap's order.
+    """
+    budget = nodes.scores.shape[0]
+    spine = chain(log_probs[:budget], budget)
+    spine_length = jnp.sum(spine.scores > -jnp.inf, dtype=jnp.int32)
+
+    alive = nodes.scores > -jnp.inf
+    # By tree slot, the root on the spine: a node is on it iff it and all its ancestors have rank 0. Absent
+    # entries have meaningless parents; their own False is enough.
+    on_spine = jnp.append(True, alive & (nodes.ranks == 0))
+    ancestors = jnp.append(jnp.int32(0), jnp.where(alive, nodes.parents, 0))
+    for _ in range((min(log_probs.shape[0], budget) - 1).bit_length()):
+        on_spine, ancestors = on_spine & on_spine[ancestors], ancestors[ancestors]
+    on_spine = on_spine[1:]
+    num_present = jnp.sum(on_spine, dtype=jnp.int32)
+
+    is_other = alive & ~on_spine
+    kept = on_spine | (is_other & (jnp.cumsum(is_other, dtype=jnp.int32) <= budget - spine_length))
+    places = jnp.cumsum(kept, dtype=jnp.int32) - 1
+    num_kept = jnp.sum(kept, dtype=jnp.int32)
+    new_slots = jnp.append(jnp.int32(0), places + 1)
+    tip = jnp.max(jnp.where(on_spine, places + 1, 0), initial=0)  # slot of the deepest spine node in `nodes`
+
+    order = jnp.arange(budget, dtype=jnp.int32)
+    appended = (order >= num_present) & (order < spine_length)  # entry d of the spine has depth d + 1
+    targets = jnp.concatenate(
+        [jnp.where(kept, places, budget), jnp.where(appended, num_kept + order - num_present, budget)]
+    )
+    spine_parents = jnp.where(order == num_present, tip, num_kept + order - num_present)
+
+    def merged(fill, from_nodes, from_spine):
+        values = jnp.concatenate([from_nodes, from_spine])
+        return jnp.full((budget,), fill, values.dtype).at[targets].set(values, mode="drop")
+
+    return Nodes(
+        scores=merged(-jnp.inf, nodes.scores, spine.scores),
+        parents=merged(0, new_slots[jnp.where(alive, nodes.parents, 0)], spine_parents),
+        depths=merged(0, nodes.depths, spine.depths),
+        ranks=merged(0, nodes.ranks, spine.ranks),
+    )
+
+
 def _best_by_sorting(scores: jax.Array, keys: jax.Array, count: int) -> jax.Array:
     """Indices of the `count` best entries by (higher score, smaller key), best first."""
     ids = jnp.arange(scores.shape[0], dtype=jnp.int32)

@@ -19,7 +19,7 @@ class Node(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def best_first_tree(log_probs, token_ids, root_token_id: int, budget: int) -> list[Node]:
+def best_first_tree(log_probs, token_ids, root_token_id: int, budget: int, *, force_spine: bool = False) -> list[Node]:
     """The `budget` most probable prefixes by a heap (DDTree, best-first construction).
 
     Args:
@@ -27,15 +27,19 @@ def best_first_tree(log_probs, token_ids, root_token_id: int, budget: int) -> li
       token_ids: [L, K].
       root_token_id: the current token.
       budget: nodes besides the root.
+      force_spine: guarantee the top-1 chain, as deep as the candidates and the budget go; the best other
+        prefixes get the rest of the budget.
 
     Returns:
-      The root and up to `budget` nodes in pop order. Popping a prefix pushes its next sibling and its first
-      child, so every prefix is pushed exactly once. Scores are float32 sums from the root outward; ties pop
-      the lexicographically smaller rank tuple.
+      The root and up to `budget` nodes in pop order (with `force_spine` sorted into the same order). Popping a
+      prefix pushes its next sibling and its first child, so every prefix is pushed exactly once. Scores are
+      float32 sums from the root outward; ties pop the lexicographically smaller rank tuple.
     """
     log_probs = np.asarray(log_probs, np.float32)
     depth, k = log_probs.shape
     tree = [Node(int(root_token_id), -1, 0, np.float32(0.0), ())]
+    if force_spine:
+        return _best_first_tree_with_spine(tree, log_probs, token_ids, budget)
     heap: list[tuple[np.float32, tuple[int, ...], int]] = []
 
     def push(ranks, parent):
@@ -54,6 +58,40 @@ def best_first_tree(log_probs, token_ids, root_token_id: int, budget: int) -> li
         push((*ranks[:-1], ranks[-1] + 1), parent)
         push((*ranks, 0), len(tree) - 1)
     return tree
+
+
+def _best_first_tree_with_spine(tree: list[Node], log_probs: np.ndarray, token_ids, budget: int) -> list[Node]:
+    """The whole spine first; then, node by node, the best prefix whose parent is in the tree; sorted at the end."""
+    depth, k = log_probs.shape
+
+    def below(parent: Node, rank: int) -> tuple[np.float32, tuple[int, ...]] | None:
+        """(negated score, ranks) of a child, or None if there is no such candidate."""
+        if parent.depth >= depth or rank >= k:
+            return None
+        with np.errstate(over="ignore"):
+            score = np.float32(parent.log_prob + log_probs[parent.depth, rank])
+        return (-score, (*parent.ranks, rank)) if score > -np.inf else None
+
+    def add(parent: int, found: tuple[np.float32, tuple[int, ...]]) -> None:
+        negated, ranks = found
+        tree.append(Node(int(token_ids[len(ranks) - 1][ranks[-1]]), parent, len(ranks), -negated, ranks))
+
+    while len(tree) <= budget and (found := below(tree[-1], 0)):
+        add(len(tree) - 1, found)
+    num_children = [1] * (len(tree) - 1) + [0]
+    while len(tree) <= budget:
+        # Of each node's children, only the first that is missing can be the best.
+        options = [(found, n) for n, node in enumerate(tree) if (found := below(node, num_children[n]))]
+        if not options:
+            break
+        found, parent = min(options)
+        num_children[parent] += 1
+        num_children.append(0)
+        add(parent, found)
+
+    order = sorted(range(1, len(tree)), key=lambda n: (-tree[n].log_prob, tree[n].ranks))
+    slots = {old: new for new, old in enumerate([0, *order])}
+    return [tree[0], *(tree[old]._replace(parent=slots[tree[old].parent]) for old in order)]
 
 
 def candidates(draft_logits, k: int) -> tuple[np.ndarray, np.ndarray]:

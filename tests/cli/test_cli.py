@@ -68,7 +68,7 @@ def test_every_option_reaches_the_library(library, capsys):
     status, _, _ = run(
         capsys,
         *("generate", "p", "--target", "T", "--drafter", "D", "--dtype", "bfloat16"),
-        *("--max-new-tokens", "5", "--algorithm", "DFlash", "--budget", "auto", "--temperature", "0.5"),
+        *("--max-new-tokens", "5", "--algorithm", "DFlash", "--budget", "9", "--temperature", "0.5"),
         *("--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "-7", "--stop-token-ids", "4, 5"),
     )
     assert status == 0
@@ -78,7 +78,7 @@ def test_every_option_reaches_the_library(library, capsys):
     assert options == {
         "max_new_tokens": 5,
         "algorithm": "DFlash",
-        "budget": "auto",
+        "budget": 9,
         "temperature": 0.5,
         "top_k": 3,
         "top_p": 0.9,
@@ -207,14 +207,25 @@ BAD_USAGE = [
     (("generate", "p", "--top-k", "x"), "--top-k"),
     (("generate", "p", "--seed", "x"), "--seed"),
     (("generate", "p", "--stop-token-ids", "1,x"), "1,x"),
+    (("generate", "p", "--temperature", "-1"), "temperature: got -1.0"),
+    (("generate", "p", "--temperature", "nan"), "temperature: got nan"),
+    (("generate", "p", "--top-k", "0"), "top_k: got 0"),
+    (("generate", "p", "--top-p", "2"), "top_p: got 2.0"),
+    (("generate", "p", "--min-p", "-0.1"), "min_p: got -0.1"),
+    (("generate", "p", "--max-new-tokens", "0"), "max_new_tokens: got 0"),
+    (("generate", "p", "--budget", "-1"), "budget: got -1"),
+    (("generate", "p", "--budget", "1025"), "budget: got 1025"),
+    (("generate", "p", "--budget", "auto"), "automatic budget"),
+    (("generate", "p", "--stop-token-ids", "-1"), "stop_token_ids: got [-1]"),
     (("bench", "--prompts", "0"), "prompts"),
     (("bench", "--batch", "-1"), "batch"),
     (("bench", "--repeats", "0"), "repeats"),
     (("bench", "--max-new-tokens", "0"), "max_new_tokens"),
     (("bench", "--budgets", ""), "--budgets"),
-    (("bench", "--budgets", "4,-1"), "budgets"),
+    (("bench", "--budgets", "4,-1"), "budget: got -1"),
     (("bench", "--temperature", "nan"), "temperature"),
     (("bench", "--temperature", "-0.1"), "temperature"),
+    (("bench", "--temperature", "1e31"), "temperature"),
     (("doctor", "--target", "x"), "--target"),
 ]
 
@@ -227,6 +238,16 @@ def test_bad_usage_is_one_line_that_names_it(library, capsys, argv, named):
     assert not library.loads
 
 
+def test_a_bad_argument_is_told_before_a_missing_folder(tmp_path, capsys):
+    """The real `load`: had it been called first, the folder would be the error."""
+    options = ("generate", "p", "--target", str(tmp_path / "absent"))
+    status, out, err = run(capsys, *options, "--temperature", "-1")
+    assert (status, out) == (2, "")
+    assert "temperature: got -1.0" in one_line(err) and "absent" not in err
+    status, _, err = run(capsys, *options)
+    assert status == 2 and "absent: no such folder" in one_line(err)
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -237,7 +258,7 @@ def test_bad_usage_is_one_line_that_names_it(library, capsys, argv, named):
 )
 def test_what_the_library_refuses_is_one_line_and_status_2(library, capsys, error):
     library.chunks = (error,)
-    status, out, err = run(capsys, "generate", "p", "--temperature", "nan")
+    status, out, err = run(capsys, "generate", "p")
     assert (status, out) == (2, "")
     assert " ".join(str(error).split()) in one_line(err)
 

@@ -207,9 +207,9 @@ def test_a_drafter_of_another_target(small_engine):
         draft_logits(demo.drafter, small_engine.target, [[1, 2]])
 
 
-@pytest.mark.parametrize("values", [{"budgets": (5000,)}, {"batch": 10**6}])
-def test_bench_settings_are_refused_before_any_row_runs(values):
-    with pytest.raises(ValueError, match=f"{next(iter(values))}: got"):
+@pytest.mark.parametrize(("name", "values"), [("budget", {"budgets": (5000,)}), ("batch", {"batch": 10**6})])
+def test_bench_settings_are_refused_before_any_row_runs(name, values):
+    with pytest.raises(ValueError, match=f"{name}: got"):
         BenchSettings(**values)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import ddtree_jax
 from ddtree_jax import decoding
+from ddtree_jax.requests import check_arguments, check_request
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,39 @@ def test_bad_argument_is_named(small_engine, name, changed, call):
     assert "allowed" in str(raised.value)
 
 
+# What only an engine can refuse: prompts, and values that depend on a model's size or the number of prompts.
+NEEDS_ENGINE = (dict(max_new_tokens=190), dict(max_new_tokens=10**12), dict(seed=[1, 2]), dict(stop_token_ids=[61]))
+DEFAULTS = dict(
+    max_new_tokens=4,
+    algorithm="ddtree",
+    budget=32,
+    temperature=0.0,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    seed=0,
+    stop_token_ids=None,
+    grammar=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"), [case for case in BAD_ARGUMENTS if case[0] != "prompt"], ids=lambda v: str(v)[:40]
+)
+def test_all_that_needs_no_engine_is_refused_without_one(name, changed):
+    if changed in NEEDS_ENGINE:
+        check_arguments(**DEFAULTS | changed)
+        return
+    with pytest.raises(ValueError, match=f"^{name}: got"):
+        check_arguments(**DEFAULTS | changed)
+
+
+def test_what_no_engine_can_do_is_refused_without_one():
+    for changed in (dict(grammar=object()), dict(budget="auto")):
+        with pytest.raises(ddtree_jax.UnsupportedRequestError, match="DDTREE"):
+            check_arguments(**DEFAULTS | changed)
+
+
 @pytest.mark.parametrize("algorithm", ["dflash", "DDTREE"])
 def test_drafting_without_a_drafter_is_refused(lone_engine, algorithm):
     with pytest.raises(ddtree_jax.UnsupportedRequestError, match=algorithm.upper()):
@@ -95,8 +129,6 @@ def test_automatic_budget_is_refused(small_engine):
 
 
 def test_numpy_prompts_are_taken(small_engine):
-    from ddtree_jax.requests import check_request
-
     def prompts(value):
         request = check_request(small_engine, value, 4, "none", 0, 0.0, None, None, None, 0, None, None)
         return request.prompts, request.batched

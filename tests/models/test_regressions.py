@@ -1,12 +1,14 @@
 """Faults that other tree and block drafters had, one test each: what the networks and their caches must do.
 
-A: draft input, features and vocabulary; C: masks, positions and layout; E: commits to the caches.
+A: draft input, features and vocabulary; C: masks, positions and layout; E: commits to the caches. B, D and the rest of
+C and E, which need no network, are in tests/tree/test_regressions.py.
 """
 
 import dflash_reference
 import glm5_reference
 import golden_models
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import sessions
@@ -189,6 +191,22 @@ def test_regression_a9_missing_target_layer_ids_are_an_error(mixed, tmp_path):
         models.load_drafter(folder, mixed[0])
 
 
+@pytest.mark.parametrize(
+    "change", [dict(input_embedding_scale=1.7), dict(output_multiplier=0.8), dict(final_logit_softcapping=1.3)]
+)
+def test_regression_a10_embedding_scale_multiplier_and_softcap_reach_the_drafts(mixed, reference, make_drafter, change):
+    """A GLM-5 target has none of them; a drafter's config may have each, and each alone shows in the drafts."""
+    target, golden = mixed
+    token_ids = golden["token_ids"][:1, :18]
+    drafter, config, weights = make_drafter(target, dflash_config=change)
+    found = models.draft_logits(drafter, target, token_ids)[0]
+    assert largest_error(found, reference_drafts(reference, config, weights, token_ids[0])) <= TOLERANCE
+    plain = make_drafter(target)[0]
+    assert largest_error(found, models.draft_logits(plain, target, token_ids)[0]) > FAULT
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        make_drafter(target, dflash_config=dict.fromkeys(change, 0.0))
+
+
 def test_regression_a11_both_shapes_of_the_rope_base_are_read(mixed, make_drafter, tmp_path):
     target, golden = mixed
     new, _, _ = make_drafter(target)
@@ -313,6 +331,23 @@ def test_regression_c30_a_smaller_second_tree_sees_no_trace_of_the_first(mixed, 
         prefix = [*golden["token_ids"][b, :length], *golden["tree_token_ids"][b, accepted]]
         expected = glm5_reference.tree_logits(*reference, prefix, small[b], parents)
         assert largest_error(found[b], expected) <= TOLERANCE
+
+
+def test_regression_c31_three_requests_of_odd_sizes_equal_single_runs(mixed, reference):
+    """7 nodes over a cache of 51 tokens: no product of query and key counts is a multiple of 8."""
+    target, _ = mixed
+    generator = np.random.default_rng(31)
+    lengths, prefix = np.array([3, 13, 6]), generator.integers(0, 128, (3, 13))
+    parents = np.array([[-1, 0, 1, 2, 3, 4, 5], [-1, 0, 0, 0, 1, 1, 2], [-1, 0, 1, 1, 0, 4, 5]])
+    tree = generator.integers(0, 128, (3, 7))
+    session = Session(target, 3, 51, absorbed=True)
+    session.extend(prefix, lengths)
+    together = session.verify(tree, parents)
+    for b, length in enumerate(lengths):
+        expected = glm5_reference.tree_logits(*reference, prefix[b, :length], tree[b], parents[b])
+        assert largest_error(together[b], expected) <= TOLERANCE
+        other = glm5_reference.tree_logits(*reference, prefix[b, :length], tree[b], parents[b - 1])
+        assert largest_error(together[b], other) > FAULT
 
 
 def test_regression_c33_jitted_equals_eager_and_siblings_share_a_position(mixed):
@@ -482,6 +517,30 @@ def test_regression_e57_a_hundred_rounds_use_no_more_than_their_tokens(mixed, re
         assert largest_error(found[b, -1], expected) <= TOLERANCE
 
 
+def test_regression_e58_the_first_pass_of_a_fresh_cache_may_be_a_tree_that_commits_apart(mixed, reference):
+    """Nothing that moves rows is set up late: without any prefill, [0, 2, 5] is kept of the very first tree."""
+    target, golden = mixed
+    session = Session(target, 2, CAPACITY, absorbed=True)
+    tree = golden["tree_token_ids"]
+    session.verify(tree, PARENTS_025)
+    session.commit([[0, 2, 5]] * 2, [3, 3])
+    roots = tree[:, 7:8]
+    found = session.extend(roots)
+    for b in range(2):
+        expected = glm5_reference.forward(*reference, [int(i) for i in (*tree[b, [0, 2, 5]], *roots[b])])[0][-1]
+        assert largest_error(found[b, -1], expected) <= TOLERANCE
+
+
+def test_regression_e58_a_network_whose_state_no_commit_can_move_is_refused_at_load(mixed, make_drafter, tmp_path):
+    """Recurrent layers have a state instead of rows: named from the config, before any weights are read."""
+    with pytest.raises(CheckpointError, match=r"layer_types.*linear_attention"):
+        make_drafter(mixed[0], layer_types=["full_attention", "linear_attention"])
+    changes = dict(model_type="glm5_next", architectures=["Glm5NextForCausalLM"])
+    folder = golden_models.edited(golden_models.path("mixed"), tmp_path / "hybrid", config=changes)
+    with pytest.raises(CheckpointError, match=r"model_type.*glm5_next"):
+        models.load_target(folder)
+
+
 def test_regression_e60_a_reused_prefix_has_the_drafters_rows_too(mixed, make_drafter):
     target, golden = mixed
     drafter, _, _ = make_drafter(target)
@@ -501,6 +560,40 @@ def test_regression_e60_a_reused_prefix_has_the_drafters_rows_too(mixed, make_dr
     # Caches are values: the rounds after the snapshot left no trace in it.
     for first, second in zip(*results, strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+def test_regression_e62_a_quantised_target_is_a_clear_error(mixed, tmp_path):
+    """No fp8 anywhere: neither as the dtype of weights and caches, nor as that of a stored tensor."""
+    path = golden_models.path("mixed")
+    for dtype in ("float8_e4m3fn", "fp8", ml_dtypes.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"dtype: got .*float32.*bfloat16"):
+            models.load_target(path, dtype=dtype)
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def quantise(weights):
+        weights[name] = weights[name].astype(ml_dtypes.float8_e4m3fn)
+
+    folder = golden_models.edited(path, tmp_path / "fp8", tensors=quantise)
+    with pytest.raises(CheckpointError, match=rf"{name}.*F8_E4M3"):
+        models.load_target(folder)
+
+
+@pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
+def test_regression_e62_target_and_drafter_may_differ_in_dtype(mixed, tmp_path, target_dtype):
+    """Each cache has the dtype of its own network; a drafter in the other dtype costs rounding and no more."""
+    config = dflash_reference.drafter_config()
+    weights = dflash_reference.random_weights(config, seed=1)
+    folder = dflash_reference.write_folder(tmp_path / "drafter", config, weights)
+    target = models.load_target(golden_models.path("mixed"), dtype=target_dtype)
+    token_ids, found = mixed[1]["token_ids"][:1, :18], []
+    for dtype in ("float32", "bfloat16"):
+        drafter = models.load_drafter(folder, target, dtype=dtype)
+        drafts = DraftSession(drafter, target, 1, CAPACITY)
+        drafts.extend(models.target_features(target, token_ids[:, :-1], LAYER_IDS))
+        found.append(drafts.draft(token_ids[:, -1]).astype(np.float32))
+        for expected, cache in ((target_dtype, Session(target, 1, CAPACITY).cache), (dtype, drafts.cache)):
+            assert {leaf.dtype.name for leaf in jax.tree.leaves(cache.rows)} == {expected}
+    assert largest_error(*found) < 0.2 * np.std(found[0])
 
 
 def test_regression_e63_a_tree_wider_than_the_draft_block(mixed, make_drafter, reference):

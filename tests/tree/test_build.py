@@ -18,6 +18,7 @@ from ddtree_jax.tree import (
     default_formulation,
     draft_candidates,
     formulations,
+    invariants,
     reference,
     root_tree,
 )
@@ -59,14 +60,76 @@ def test_equals_plain_heap(depth, vocab, top_k, budget, formulation):
     tree_cases.assert_trees_equal(tree, tree_cases.heap_trees(*best, roots, budget))
 
 
+# Besides: as deep as the budget, deeper than the budget, one node.
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+@pytest.mark.parametrize("depth, vocab, top_k, budget", [*SHAPES, (8, 12, None, 8), (9, 12, 3, 5), (3, 5, None, 1)])
+def test_with_the_spine_forced_equals_plain_search(depth, vocab, top_k, budget, formulation):
+    logits = tree_cases.logits_batch(seed=budget, per_kind=12, depth=depth, vocab=vocab)
+    roots = np.arange(len(logits), dtype=np.int32)
+    arguments = dict(budget=budget, top_k=top_k, formulation=formulation, force_spine=True)
+    tree, best = build_and_candidates(logits, roots, **arguments)
+    tree_cases.assert_trees_equal(tree, tree_cases.heap_trees(*best, roots, budget, force_spine=True))
+    assert bool(invariants.parent_before_child(tree).all()) and bool(invariants.scores_non_increasing(tree).all())
+    assert bool(invariants.siblings_distinct(tree).all()) and bool(invariants.padding_inert(tree).all())
+
+
+def reference_chains(log_probs, token_ids):
+    """Token ids of each sequence's top-1 chain, up to the first row without candidates."""
+    live = np.cumprod(np.asarray(log_probs)[:, :, 0] > -np.inf, axis=1).sum(axis=1)
+    return [np.asarray(token_ids)[b, :length, 0].tolist() for b, length in enumerate(live)]
+
+
+def paths(tree, b):
+    """Token ids from the root (left out) to each node of sequence b."""
+    found = [[]]
+    for n in range(1, int(tree.num_nodes[b])):
+        found.append([*found[int(tree.parents[b, n])], int(tree.token_ids[b, n])])
+    return found
+
+
+def test_the_forced_spine_changes_the_trees_that_lack_it_and_no_others():
+    """Negative control of the tests of `force_spine`: both kinds of tree are among their cases."""
+    logits = tree_cases.logits_batch(seed=16, per_kind=12, depth=6, vocab=20)
+    roots = np.zeros(len(logits), np.int32)
+    forced, plain = (build_tree(logits, roots, budget=16, force_spine=flag) for flag in (True, False))
+    same = np.asarray((forced.token_ids == plain.token_ids) & (forced.parents == plain.parents)).all(axis=1)
+    chains = reference_chains(*draft_candidates(logits, 1))
+    for b, chain in enumerate(chains):
+        whole = set(map(tuple, paths(plain, b))) >= {tuple(chain[: d + 1]) for d in range(len(chain))}
+        assert same[b] == whole
+    assert 0.2 < same.mean() < 0.8
+
+
+@pytest.mark.parametrize("kind", ["continuous", "integer", "uniform"])
+def test_the_plain_search_with_a_spine_equals_enumeration(kind):
+    """The oracle itself: the spine and the best of all other prefixes, all 3 + 9 + 27 of them written down."""
+    for seed, budget in itertools.product(range(10), (1, 2, 3, 4, 7, 12, 39, 50)):
+        logits = tree_cases.random_logits(np.random.default_rng(seed), kind, (3, 3))
+        log_probs, token_ids = reference.candidates(logits, 3)
+        every = {}
+        for length in (1, 2, 3):
+            for ranks in itertools.product(range(3), repeat=length):
+                above = -every[ranks[:-1]][0] if length > 1 else np.float32(0)
+                every[ranks] = -(above + log_probs[length - 1, ranks[-1]]), ranks
+        spine = [every[(0,) * d] for d in range(1, min(3, budget) + 1)]
+        others = sorted(key for key in every.values() if key not in spine)[: budget - len(spine)]
+        tree = reference.best_first_tree(log_probs, token_ids, 0, budget, force_spine=True)
+        assert [(-node.log_prob, node.ranks) for node in tree[1:]] == sorted(spine + others)
+        for node in tree[1:]:
+            assert tree[node.parent].ranks == node.ranks[:-1]
+            assert node.token_id == token_ids[node.depth - 1, node.ranks[-1]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("formulation", FORMULATIONS)
+@pytest.mark.parametrize("force_spine", [False, True])
 @pytest.mark.parametrize("depth, vocab, budget", [(15, 70, 64), (4, 6, 40), (12, 16, 16)])
-def test_equals_plain_heap_thousands(depth, vocab, budget, formulation):
+def test_equals_plain_heap_thousands(depth, vocab, budget, formulation, force_spine):
     logits = tree_cases.logits_batch(seed=1000 + budget, per_kind=200, depth=depth, vocab=vocab)
     roots = np.arange(len(logits), dtype=np.int32)
-    tree, best = build_and_candidates(logits, roots, budget=budget, formulation=formulation)
-    tree_cases.assert_trees_equal(tree, tree_cases.heap_trees(*best, roots, budget))
+    arguments = dict(budget=budget, formulation=formulation, force_spine=force_spine)
+    tree, best = build_and_candidates(logits, roots, **arguments)
+    tree_cases.assert_trees_equal(tree, tree_cases.heap_trees(*best, roots, budget, force_spine=force_spine))
 
 
 @pytest.mark.slow
@@ -185,6 +248,7 @@ def test_shapes_for_every_degenerate_size():
         ({"budget": 4, "top_k": 0}, "top_k"),
         ({"budget": 4, "formulation": "heap"}, "formulation"),
         ({"budget": 4, "topk_implementation": "magic"}, "implementation"),
+        ({"budget": 4, "force_spine": 1}, "force_spine"),
         ({"budget": 600, "formulation": "static_universe"}, "static_universe"),
     ],
 )
@@ -236,12 +300,14 @@ def test_universe_sizes_of_the_paper_table():
     assert formulations.universe_size(16, 3, 16) == 96  # ddtree formulation C, N = 16, L = 3
 
 
+@pytest.mark.parametrize("force_spine", [False, True])
 @pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_clean_under_strict_promotion_and_debug_nans(formulation):
+def test_clean_under_strict_promotion_and_debug_nans(formulation, force_spine):
     logits = tree_cases.logits_batch(seed=6, per_kind=1, depth=4, vocab=7)
     logits = np.where(np.isnan(logits), -np.inf, logits)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
-        tree = build_tree(logits, np.zeros(len(logits), np.int32), budget=9, formulation=formulation)
+        roots = np.zeros(len(logits), np.int32)
+        tree = build_tree(logits, roots, budget=9, formulation=formulation, force_spine=force_spine)
     assert int(tree.num_nodes.max()) == 10
 
 

@@ -1,7 +1,12 @@
-"""Faults that tree drafters had elsewhere, one test each: the triggering input and the right result."""
+"""Faults that tree drafters had elsewhere, one test each: the triggering input and the right result.
+
+B: tree building; D: acceptance and sampling; and what of C and E needs no network. The rest, and A, are in
+tests/models/test_regressions.py.
+"""
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +17,12 @@ import toy_model
 import tree_cases
 from toy_model import Toy, generate, greedy_reference
 
+import ddtree_jax
+from ddtree_jax import cli
 from ddtree_jax.pallas.vocab_topk import vocab_topk
 from ddtree_jax.sampling import SamplingParams, choose_tokens
 from ddtree_jax.tree import (
+    FORMULATIONS,
     accept,
     ancestor_mask,
     build_tree,
@@ -58,6 +66,55 @@ def test_regression_b17_token_zero_is_a_token():
     ]
     path = accept(tree, np.asarray([[0, 0, 0]], np.int32))
     assert int(path.length[0]) == 3 and int(path.bonus_token_ids[0]) == 0
+
+
+FLAT = [0.2, 0.17, 0.16, 0.16, 0.16, 0.15]
+
+
+def test_regression_b18_the_complete_chain_survives_flat_distributions():
+    """Top probability 0.2 at all 7 depths: with the spine the complete chain is there, and a target that follows
+    it is followed to its end; the best prefixes alone are all shallow.
+    """
+    logits = log_rows(*[FLAT] * 7)
+    for budget in (7, 16, 64):
+        forced, plain = (
+            build_tree(logits, np.zeros(1, np.int32), budget=budget, force_spine=flag) for flag in (True, False)
+        )
+        choices = np.zeros((1, budget + 1), np.int32)  # the chain's token, whatever came before
+        path = accept(forced, choices)
+        assert int(path.length[0]) == 8 and int(path.bonus_token_ids[0]) == 0
+        assert int(accept(plain, choices).length[0]) < 5
+        assert int(forced.num_nodes[0]) == budget + 1
+
+
+def test_regression_b19_budget_l_with_the_spine_is_the_chain():
+    """Where the tree alone grows bushes, the spine forced into budget L is DFlash's chain, slot by slot; with more
+    budget a target is never followed less far than by the chain.
+    """
+    batch = tree_cases.logits_batch(seed=19, per_kind=12, depth=6, vocab=9)
+    batch = batch[np.isfinite(batch).any(-1).all(-1)]
+    roots = np.arange(len(batch), dtype=np.int32)
+    chain = chain_tree(batch, roots)
+    for formulation in FORMULATIONS:
+        tree = build_tree(batch, roots, budget=6, force_spine=True, formulation=formulation)
+        jax.tree.map(np.testing.assert_array_equal, tree, chain)
+    bushy = np.asarray(build_tree(batch, roots, budget=6).depths).max(axis=1)
+    assert (bushy < 6).mean() > 0.3
+    tokens = np.asarray(chain.token_ids)[:, 1:]
+    shorter = 0
+    for follow in range(7):
+        wanted = np.where(np.arange(7) < follow, np.pad(tokens, ((0, 0), (0, 1))), -5)
+        lengths = []
+        for made in (
+            chain,
+            build_tree(batch, roots, budget=9, force_spine=True),
+            build_tree(batch, roots, budget=9),
+        ):
+            choices = np.take_along_axis(wanted, np.asarray(made.depths), axis=1).astype(np.int32)
+            lengths.append(np.asarray(accept(made, choices).length))
+        assert (lengths[0] == follow + 1).all() and (lengths[1] == follow + 1).all()
+        shorter += (lengths[2] < lengths[0]).sum()
+    assert shorter
 
 
 def test_regression_b20_siblings_before_a_spine():
@@ -159,6 +216,26 @@ def test_regression_c28_mask_layout():
     tree = tree_cases.tree_from_lists([[-1, 0]], [[4, 5]], 2)
     whole = np.concatenate([np.ones((2, 3), bool), np.asarray(ancestor_mask(tree))[0]], axis=1)
     assert ["".join("FT"[int(v)] for v in row) for row in whole] == ["TTTTF", "TTTTT"]
+
+
+def test_regression_c31_three_odd_sized_trees_equal_single_ones():
+    """Three trees of 7 slots, 49 mask entries each: masks, positions and paths are those of each tree alone."""
+    rng = np.random.default_rng(31)
+    lists = [tree_cases.random_tree(rng, nodes, 3) for nodes in (7, 3, 6)]
+    tree = tree_cases.tree_from_lists([p for p, _ in lists], [t for _, t in lists], 7)
+    prefix_lengths = np.asarray([3, 13, 6], np.int32)
+    choices = rng.integers(0, 3, size=(3, 7)).astype(np.int32)
+    mask, places, path = ancestor_mask(tree), positions(tree, prefix_lengths), accept(tree, choices)
+    for b, (parents, _) in enumerate(lists):
+        one = jax.tree.map(lambda x, b=b: x[b : b + 1], tree)
+        np.testing.assert_array_equal(mask[b], ancestor_mask(one)[0])
+        np.testing.assert_array_equal(
+            np.asarray(mask)[b, : len(parents), : len(parents)], reference.visibility(parents)
+        )
+        np.testing.assert_array_equal(places[b], positions(one, prefix_lengths[b : b + 1])[0])
+        alone = accept(one, choices[b : b + 1])
+        jax.tree.map(lambda x, y, b=b: np.testing.assert_array_equal(x[b], y[0]), path, alone)
+    assert not (np.asarray(mask)[0] == np.asarray(mask)[2]).all()
 
 
 def test_regression_c37_padding_rows_are_finite_and_alone():
@@ -280,6 +357,32 @@ def seeds(batch, **settings):
     one = SamplingParams.create(1, **settings)
     fields = {f: jnp.broadcast_to(getattr(one, f), (batch,)) for f in ("temperature", "top_k", "top_p", "min_p")}
     return SamplingParams(**fields, keys=jax.random.split(jax.random.key(1), batch))
+
+
+def test_regression_d48_there_is_no_penalty_to_apply_on_one_side(capsys):
+    """Nothing that depends on a node's ancestors changes its logits: no entry takes a penalty or a bias.
+
+    Whoever adds one must count the tokens of each node's own path, and this test is then the one to replace.
+    """
+    for call in (ddtree_jax.generate, ddtree_jax.stream):
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+            with pytest.raises(TypeError, match=name):
+                call(None, [1], **{name: 1.1})
+        words = " ".join(inspect.signature(call).parameters)
+        assert "penalty" not in words and "bias" not in words
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields == {"temperature", "top_k", "top_p", "min_p", "keys"}
+    assert cli.main(["generate", "p", "--repetition-penalty", "1.1"]) == 2
+    assert "--repetition-penalty" in capsys.readouterr().err
+    # Logits in, token out: the tokens of the path are not even an argument.
+    assert list(inspect.signature(choose_tokens).parameters) == [
+        "logits",
+        "depths",
+        "emitted",
+        "params",
+        "mode",
+        "max_depth",
+    ]
 
 
 def test_regression_d49_temperature_is_honoured():

@@ -36,9 +36,11 @@ def logits_batch(seed: int, per_kind: int, depth: int, vocab: int) -> np.ndarray
     return np.concatenate([random_logits(rng, kind, (per_kind, depth, vocab)) for kind in KINDS])
 
 
-def heap_trees(log_probs, token_ids, root_token_ids, budget: int) -> list[list[reference.Node]]:
+def heap_trees(
+    log_probs, token_ids, root_token_ids, budget: int, *, force_spine: bool = False
+) -> list[list[reference.Node]]:
     rows = zip(np.asarray(log_probs), np.asarray(token_ids), np.asarray(root_token_ids), strict=True)
-    return [reference.best_first_tree(lp, ids, int(root), budget) for lp, ids, root in rows]
+    return [reference.best_first_tree(lp, ids, int(root), budget, force_spine=force_spine) for lp, ids, root in rows]
 
 
 def assert_trees_equal(tree, expected: list[list[reference.Node]]) -> None:
