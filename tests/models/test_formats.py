@@ -1,4 +1,4 @@
-"""Whole targets from checkpoints in every encoding: the same logits as the decoded weights, and packed where possible."""
+"""Whole targets from checkpoints in every encoding: logits of the decoded weights, and packed where possible."""
 
 import dataclasses
 import re
