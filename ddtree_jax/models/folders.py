@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ddtree_jax.checkpoint import save_leaves
 from ddtree_jax.encodings import Stored, find, left_out
@@ -124,7 +124,9 @@ class Opened:
         return total
 
     def read(self, progress: Progress | None = None) -> Any:
-        """The `Target` or `Drafter`."""
+        """The `Target` or `Drafter`. Raises ValueError on a mesh without devices."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(f"mesh: got {self.mesh!r}, allowed is a mesh of devices that are here")
         say = progress or (lambda message: None)
         say(f"loading {self.folder.name}: {len(self.stored)} tensors{self.ignored}")
         graphdef, params = self.abstract

@@ -1,0 +1,51 @@
+"""Several hosts as one: joining them through `jax.distributed`, and meshes written as text."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+
+COORDINATOR = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
+JOIN_SECONDS = 300
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """(expert, tensor) from "2x4", or "8" for 1x8; ValueError for anything else."""
+    found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", text)
+    sizes = None if found is None else (int(found[1] or 1), int(found[2]))
+    if sizes is None or min(sizes) < 1:
+        raise ValueError(f"mesh: got {text!r}, allowed is EXPERTxTENSOR such as 2x4, both >= 1, or TENSOR alone")
+    return sizes
+
+
+def join_cluster(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
+    """Makes this process one of several that share a mesh, before any device is touched; True if it is one.
+
+    Every process runs the same program with the same arguments but its own `process_id`; only process 0 should print.
+
+    Args:
+      coordinator: "host:port" of process 0, reachable from all; None: this process is alone.
+      num_processes: how many there are, >= 1.
+      process_id: which one this is, 0..num_processes - 1.
+
+    Raises:
+      ValueError: one of the three without the others, or out of range.
+      RuntimeError: the others did not come within five minutes.
+    """
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return False
+    if missing:
+        raise ValueError(f"{missing[0]}: got nothing, allowed are coordinator, num_processes and process_id together")
+    if not COORDINATOR.fullmatch(coordinator) or not 0 < int(coordinator.rsplit(":", 1)[1]) < 65536:
+        raise ValueError(f"coordinator: got {coordinator!r}, allowed is HOST:PORT of process 0")
+    if num_processes < 1:
+        raise ValueError(f"num_processes: got {num_processes}, allowed is an integer >= 1")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"process_id: got {process_id}, allowed are 0 to {num_processes - 1} (num_processes - 1)")
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, initialization_timeout=JOIN_SECONDS, local_device_ids=None
+    )
+    return num_processes > 1
