@@ -76,7 +76,7 @@ class Opened:
 
     stored: tensor name -> where and how it lies on disk.
     specs: the name map.
-    build: makes the module, given `rngs`.
+    build: makes the module, given `rngs`; its arguments are hashable.
     shard: (leaf path, shape) -> its sharding; None without a mesh.
     ignored: what the folder holds beside the weights, in words.
     """
@@ -86,7 +86,7 @@ class Opened:
     kind: type[Target] | type[Drafter]
     stored: Mapping[str, Stored]
     specs: Callable[[], Iterable[TensorSpec]]
-    build: Callable[..., Any]
+    build: functools.partial
     mesh: Mesh | None
     shard: Callable[[tuple, tuple[int, ...]], NamedSharding] | None
     ignored: str = ""
@@ -94,7 +94,7 @@ class Opened:
     @functools.cached_property
     def abstract(self) -> tuple[nnx.GraphDef, Any]:
         """The static structure, and the parameter tree of shapes and dtypes."""
-        return nnx.split(nnx.eval_shape(lambda: self.build(rngs=nnx.Rngs(0))))
+        return _abstract(self.build.func, self.build.args, tuple(self.build.keywords.items()))
 
     @property
     def leaves(self) -> dict[tuple, jax.ShapeDtypeStruct]:
@@ -134,6 +134,14 @@ class Opened:
         arrays = load_leaves(self.specs(), self.stored, flat_leaves(params), self.shardings, meter)
         say(f"loaded {self.folder.name}: {sum(a.nbytes for a in arrays.values()) / 1e6:.1f} MB")
         return self.kind(self.config, graphdef, with_arrays(params, arrays), self.folder, self.mesh)
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract(
+    module: type[nnx.Module], args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
+) -> tuple[nnx.GraphDef, Any]:
+    """Tracing a module's initialisers takes a second or more; loading the same shapes again need not wait for it."""
+    return nnx.split(nnx.eval_shape(lambda: module(*args, **dict(keywords), rngs=nnx.Rngs(0))))
 
 
 def with_arrays(params: Any, arrays: Mapping[tuple, jax.Array]) -> Any:
