@@ -1,11 +1,13 @@
 """GLM-5 target and DFlash drafter in Flax NNX, and their loaders."""
 
 from ddtree_jax.models.cache import Cache, write_rows
-from ddtree_jax.models.config import DFlashConfig, Glm5Config
+from ddtree_jax.models.config import ConvConfig, DFlashConfig, Glm5Config, SelectorConfig
+from ddtree_jax.models.dflash2 import PairProposal
 from ddtree_jax.models.pair import (
     Drafter,
     Target,
     draft_logits,
+    draft_pairs,
     load_drafter,
     load_target,
     make_drafter,
@@ -18,11 +20,15 @@ from ddtree_jax.models.pair import (
 
 __all__ = [
     "Cache",
+    "ConvConfig",
     "DFlashConfig",
     "Drafter",
     "Glm5Config",
+    "PairProposal",
+    "SelectorConfig",
     "Target",
     "draft_logits",
+    "draft_pairs",
     "load_drafter",
     "load_target",
     "make_drafter",
