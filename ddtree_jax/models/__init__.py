@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddtree_jax.models.cache import Cache, write_rows
-    from ddtree_jax.models.config import DFlashConfig, Glm5Config
+    from ddtree_jax.models.config import ConvConfig, DFlashConfig, Glm5Config, SelectorConfig
+    from ddtree_jax.models.dflash2 import PairProposal
     from ddtree_jax.models.folders import load_drafter, load_target, save_drafter, save_target
     from ddtree_jax.models.pair import (
         Drafter,
         Target,
         draft_logits,
+        draft_pairs,
         make_drafter,
         make_target,
         target_features,
@@ -23,19 +25,24 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     **dict.fromkeys(("Cache", "write_rows"), "cache"),
-    **dict.fromkeys(("DFlashConfig", "Glm5Config"), "config"),
+    **dict.fromkeys(("ConvConfig", "DFlashConfig", "Glm5Config", "SelectorConfig"), "config"),
     **dict.fromkeys(("load_drafter", "load_target", "save_drafter", "save_target"), "folders"),
     **dict.fromkeys(("Drafter", "Target", "make_drafter", "make_target"), "pair"),
-    **dict.fromkeys(("draft_logits", "target_features", "target_logits"), "pair"),
+    **dict.fromkeys(("draft_logits", "draft_pairs", "target_features", "target_logits"), "pair"),
+    "PairProposal": "dflash2",
     "make_mesh": "sharding",
 }
 __all__ = [
     "Cache",
+    "ConvConfig",
     "DFlashConfig",
     "Drafter",
     "Glm5Config",
+    "PairProposal",
+    "SelectorConfig",
     "Target",
     "draft_logits",
+    "draft_pairs",
     "load_drafter",
     "load_target",
     "make_drafter",

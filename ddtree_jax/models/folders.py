@@ -189,6 +189,7 @@ def open_drafter(path: str | Path, target: Glm5Config, *, dtype: Any = "auto", m
     check_pair(config, target, str(folder))
     reader = CheckpointReader(folder)
     _no_own_head(folder, reader)
+    _no_unused_parts(config, reader)
     specs = functools.partial(drafter_tensors, config, target.hidden_size)
     stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in specs()}
     return Opened(
@@ -268,6 +269,20 @@ def _no_own_head(folder: Path, reader: CheckpointReader) -> None:
                 f"{folder}: tensor {name!r}: a drafter with its own lm_head or embed_tokens is not supported; "
                 "expected one that borrows the target's"
             )
+
+
+def _no_unused_parts(config: DFlashConfig, reader: CheckpointReader) -> None:
+    """DFlash2 weights under a config without its keys would run as DFlash v1 and draft badly."""
+    unused = {".attention_conv.": "conv_kernel_size", ".mlp_conv.": "conv_kernel_size"} if config.conv is None else {}
+    if config.selector is None:
+        unused["candidate_selector."] = "selector_rank"
+    for name, entry in reader.entries.items():
+        for part, key in unused.items():
+            if part in name:
+                raise CheckpointError(
+                    f"{entry.file}: tensor {name!r}: belongs to a DFlash2 drafter, but config.json has no {key!r}; "
+                    "expected a DFlash2 config, or weights without this tensor"
+                )
 
 
 def _require_folder(folder: Path) -> None:

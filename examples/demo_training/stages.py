@@ -330,6 +330,7 @@ def run_export(run: Run) -> None:
         "top": config.num_experts_per_tok,
         "full": ", ".join(str(i) for i, kind in enumerate(config.indexer_types) if kind == "full"),
         "index_topk": config.index_topk,
+        "drafter_architecture": draft_config.to_hf()["architectures"][0],
         "draft_layers": draft_config.num_hidden_layers,
         "block": draft_config.block_size,
         "taps": ", ".join(map(str, draft_config.target_layer_ids)),
