@@ -311,7 +311,8 @@ def decode_loop(
         return jnp.any(~carry[0].finished)
 
     def body(carry: tuple[RoundState, Collected]) -> tuple[RoundState, Collected]:
-        state, out = carry
+        # At both ends of the body: else the partitioner splits a cache between rounds and gathers it in each.
+        state, out = settle(carry, plan.target.mesh)
         state, emitted = run_round(plan, weights, state, sampling, stop_token_ids)
         put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
         lengths = jax.lax.dynamic_update_slice(
@@ -330,4 +331,4 @@ def decode_loop(
         acceptance_lengths=jnp.zeros((batch, capacity), jnp.int32),
         num_rounds=jnp.zeros((), jnp.int32),
     )
-    return jax.lax.while_loop(running, body, (state, empty))
+    return settle(jax.lax.while_loop(running, body, (state, empty)), plan.target.mesh)

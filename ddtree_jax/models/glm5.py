@@ -20,7 +20,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DENSE, FULL, Glm5Config
@@ -36,7 +36,7 @@ from ddtree_jax.models.layers import (
 )
 from ddtree_jax.models.linear import Linear, SwiGLU, below
 from ddtree_jax.models.moe import MoE
-from ddtree_jax.models.sharding import replicate
+from ddtree_jax.models.sharding import partition, replicate, target_dims
 
 
 class LayerKind(NamedTuple):
@@ -315,14 +315,19 @@ class DecoderLayer(nnx.Module):
             self.mlp = MoE(config, dtype=dtype, rngs=rngs, out_std=std, packed=own, mesh=mesh)
 
     def __call__(
-        self, h: jax.Array, selection: jax.Array, context: dict[str, jax.Array] | None, block: _Block
+        self,
+        h: jax.Array,
+        selection: jax.Array,
+        context: dict[str, jax.Array] | None,
+        block: _Block,
+        repeat: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], jax.Array | None]:
         with jax.named_scope("attention"):
             out, selection, rows = self.attention(self.input_norm(h), selection, context, block)
             h = h + out
         with jax.named_scope("mlp"):
             x = self.mlp_norm(h)
-            out, load = self.mlp(x) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
+            out, load = self.mlp(x, repeat) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
         return h + out, selection, rows, load
 
 
@@ -377,7 +382,13 @@ class Glm5(nnx.Module):
 
     def head_logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] already normed (a drafter's output) -> float32[..., V]."""
-        return replicate(self.head(hidden, out_dtype=jnp.float32), self.mesh)
+        logits = self.head(hidden, out_dtype=jnp.float32)
+        if self.mesh is not None:
+            # First as the product falls out of the split head: asked for whole at once, XLA gathers the head instead.
+            vocab = partition(target_dims(self.config)["head.kernel"], (hidden.shape[-1], logits.shape[-1]), self.mesh)[1]
+            split = NamedSharding(self.mesh, PartitionSpec(*[None] * (logits.ndim - 1), vocab))
+            logits = jax.lax.with_sharding_constraint(logits, split)
+        return replicate(logits, self.mesh)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache of zeros with room for `capacity` tokens of each of `batch` sequences."""
@@ -479,26 +490,33 @@ class Glm5(nnx.Module):
         block: _Block,
         layer_ids: tuple[int, ...],
     ) -> tuple[Any, tuple[Any, Any]]:
-        graphdef, params = nnx.split(self.stacks[index])
+        # What `MoE.indexes_stack` speaks of stays whole beside the loop; the rest is sliced layer by layer.
+        places = [isinstance(layer.mlp, MoE) and layer.mlp.indexes_stack for layer in self.stacks[index].layers]
+
+        def is_whole(path: tuple, value: Any) -> bool:
+            _, place, *names = path
+            return places[place] and tuple(names[:2]) in (("mlp", "gate_up"), ("mlp", "down"))
+
+        graphdef, whole, params = nnx.split(self.stacks[index], is_whole, ...)
         span = len(segment.pattern)
         first = segment.first_layer
         stack_slots = slots[first : first + span * segment.repeats].reshape(segment.repeats, span)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             h, selection, taps = carry
-            params, context, slot = xs
-            stack = nnx.merge(graphdef, params)
+            params, context, slot, repeat = xs
+            stack = nnx.merge(graphdef, whole, params)
             new_rows, loads = [], []
             for place, layer in enumerate(stack.layers):
                 past = None if context is None else context[place]
-                h, selection, rows, load = layer(h, selection, past, block)
+                h, selection, rows, load = layer(h, selection, past, block, repeat if places[place] else None)
                 new_rows.append(rows if block.keep_rows else None)
                 loads.append(load)
                 if any(segment.layer_index(place, r) in layer_ids for r in range(segment.repeats)):
                     taps = taps.at[slot[place]].set(h, mode="drop")  # untapped layers of the stack point past the end
             return (h, selection, taps), (tuple(new_rows), tuple(loads))
 
-        xs = (params, context, stack_slots)
+        xs = (params, context, stack_slots, jnp.arange(segment.repeats, dtype=jnp.int32))
         if segment.repeats == 1:
             carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
             return carry, jax.tree.map(lambda x: x[None], out)

@@ -69,8 +69,24 @@ class MoE(nnx.Module):
             choice = jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(choice.shape)
         return _best(choice, c.num_experts_per_tok), scores
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x: [B, T, D]. Returns (same shape, float32[E] share of tokens that chose each expert)."""
+    @property
+    def indexes_stack(self) -> bool:
+        """Whether expert kernels may come stacked, [R, E, ...], with `repeat` saying which of the R is this layer's.
+
+        A loop over layers that handed each one its slice would copy every expert to use a few.
+        """
+        return not self.dense and (self.any_packed or self.mesh is not None)
+
+    def __call__(self, x: jax.Array, repeat: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The routed and the shared experts.
+
+        Args:
+          x: [B, T, D].
+          repeat: int32[], where expert kernels are stacked (`indexes_stack`); None: they are this layer's alone.
+
+        Returns:
+          (same shape as x, float32[E] share of tokens that chose each expert).
+        """
         flat = x.reshape(-1, x.shape[-1])
         chosen, scores = self.route(flat)
         weights = jnp.where(chosen, scores, 0.0)
@@ -79,8 +95,8 @@ class MoE(nnx.Module):
         weights = weights * self.config.routed_scaling_factor
         if self.dense:
             routed = self._dense(flat, weights)
-        elif self.any_packed or self.mesh is not None:
-            routed = self._hit_experts(flat, chosen, weights)
+        elif self.indexes_stack:
+            routed = self._hit_experts(flat, chosen, weights, repeat)
         else:
             routed = self._ragged(flat, chosen, weights)
         load = jnp.mean(chosen.astype(jnp.float32), axis=0)
@@ -106,23 +122,29 @@ class MoE(nnx.Module):
         y = y[back].reshape(x.shape[0], k, -1)
         return jnp.sum(y * top.astype(y.dtype)[:, :, None], axis=1)
 
-    def _hit_experts(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+    def _hit_experts(
+        self, x: jax.Array, chosen: jax.Array, weights: jax.Array, repeat: jax.Array | None
+    ) -> jax.Array:
         gate_up, down = kernel_arrays(self.gate_up), kernel_arrays(self.down)
+        if repeat is None:
+            repeat = jnp.int32(0)
+            gate_up, down = (tuple(array[None] for array in arrays) for arrays in (gate_up, down))
         if self.mesh is None:
-            return _loop_over_hit_experts(x, chosen, weights, gate_up, down).astype(x.dtype)
+            return _loop_over_hit_experts(x, chosen, weights, repeat, gate_up, down).astype(x.dtype)
         table = target_dims(self.config)
 
         def specs(arrays: tuple[jax.Array, ...], name: str) -> tuple[PartitionSpec, ...]:
-            return tuple(partition(table[f"mlp.experts.{name}"], array.shape, self.mesh) for array in arrays)
+            ways = table[f"mlp.experts.{name}"]
+            return tuple(PartitionSpec(None, *partition(ways, array.shape[1:], self.mesh)) for array in arrays)
 
         gate_up_specs, down_specs = specs(gate_up, "gate_up"), specs(down, "down")
-        split = [axis for axis in (down_specs[0][0], down_specs[0][1]) if axis is not None]
-        by_expert = PartitionSpec(None, down_specs[0][0])
+        split = [axis for axis in (down_specs[0][1], down_specs[0][2]) if axis is not None]
+        by_expert = PartitionSpec(None, down_specs[0][1])
 
         @functools.partial(
             jax.shard_map,
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), by_expert, by_expert, gate_up_specs, down_specs),
+            in_specs=(PartitionSpec(), by_expert, by_expert, PartitionSpec(), gate_up_specs, down_specs),
             out_specs=PartitionSpec(),
             check_vma=False,
         )
@@ -130,20 +152,22 @@ class MoE(nnx.Module):
             part = _loop_over_hit_experts(*operands)
             return jax.lax.psum(part, split) if split else part
 
-        return run(x, chosen, weights, gate_up, down).astype(x.dtype)
+        return run(x, chosen, weights, repeat, gate_up, down).astype(x.dtype)
 
 
 def _loop_over_hit_experts(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
+    repeat: jax.Array,
     gate_up: tuple[jax.Array, ...],
     down: tuple[jax.Array, ...],
 ) -> jax.Array:
     """float32[M, D]: sum over experts of weight * expert(x), one expert at a time, only those that a row has chosen.
 
-    x: [M, D]; chosen: bool[M, E]; weights: float32[M, E]; gate_up, down: `kernel_arrays`, first axis E. Every row goes
-    through every hit expert: with the rows of a tree that costs nothing beside reading the weights.
+    x: [M, D]; chosen: bool[M, E]; weights: float32[M, E]; repeat: int32[]; gate_up, down: `kernel_arrays` of a stack of
+    layers, [R, E, ...], of which layer `repeat` is used. Every row goes through every hit expert: with the rows of a
+    tree that costs nothing beside reading the weights.
     """
     hit = jnp.any(chosen, axis=0)
     order = jnp.argsort(~hit)
@@ -151,7 +175,7 @@ def _loop_over_hit_experts(
     def body(i: jax.Array, total: jax.Array) -> jax.Array:
         e = order[i]
         own_gate_up, own_down = (
-            array_values(tuple(jax.lax.dynamic_index_in_dim(a, e, keepdims=False) for a in arrays), 0, x.dtype)
+            array_values(tuple(_of_expert(array, repeat, e) for array in arrays), 0, x.dtype)
             for arrays in (gate_up, down)
         )
         gu = einsum("md,dci->mci", x, own_gate_up)
@@ -160,6 +184,13 @@ def _loop_over_hit_experts(
         return total + y * jax.lax.dynamic_index_in_dim(weights, e, axis=1)
 
     return jax.lax.fori_loop(0, jnp.sum(hit), body, jnp.zeros(x.shape, jnp.float32))
+
+
+def _of_expert(stacked: jax.Array, repeat: jax.Array, e: jax.Array) -> jax.Array:
+    """[R, E, ...] -> [...], in one slice: an index at a time would copy all experts of the layer first."""
+    zeros = (jnp.int32(0),) * (stacked.ndim - 2)
+    one = jax.lax.dynamic_slice(stacked, (repeat, e.astype(jnp.int32), *zeros), (1, 1, *stacked.shape[2:]))
+    return one.reshape(stacked.shape[2:])
 
 
 def _best(values: jax.Array, k: int) -> jax.Array:
