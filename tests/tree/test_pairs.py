@@ -12,6 +12,7 @@ import tree_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddtree_jax.pallas.vocab_topk import exact_topk
 from ddtree_jax.tree import (
     PAIR_FORMULATIONS,
     build_tree_from_candidates,
@@ -21,6 +22,7 @@ from ddtree_jax.tree import (
     invariants,
     reference,
 )
+from ddtree_jax.tree import pairs as pairs_module
 
 KINDS = ("continuous", "integer", "few_values", "uniform", "sparse", "overflowing")
 
@@ -203,6 +205,18 @@ def test_chain_is_the_tree_of_one_rank_where_that_is_best():
     chain, tree = chain_from_pairs(pairs, token_ids, roots), build_tree_from_pairs(pairs, token_ids, roots, budget=5)
     chex.assert_trees_all_equal(chain, tree)
     assert chain.token_ids[0].tolist() == [0, 1, 2, 3, 1, 2]
+
+
+def test_selection_by_blocks_gives_the_same_tree(monkeypatch):
+    """The way to select the best of a row on a GPU, which no CPU default reaches."""
+    values, token_ids = batch_of(9, 4, 5, 6)
+    roots = np.arange(len(values), dtype=np.int32)
+    by_blocks = functools.partial(exact_topk, implementation="block_descent")
+    monkeypatch.setattr(pairs_module, "exact_topk", by_blocks)
+    # The functions under the jit decorators: what those have compiled has the other selection in it.
+    build = functools.partial(build_tree_from_pairs.__wrapped__, budget=20, formulation="level_merge")
+    tree = jax.jit(lambda *arguments: build(*arguments))(values, token_ids, roots)
+    tree_cases.assert_trees_equal(tree, heap_trees(values, token_ids, roots, 20))
 
 
 def test_a_smaller_budget_is_a_prefix():
