@@ -27,7 +27,9 @@ import numpy as np
 import tokenizers
 
 from ddtree_jax import models
+from ddtree_jax.checkpoint import MAX_SHARD_BYTES
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
+from ddtree_jax.quantise import quantise_target
 
 from . import corpus, drafter, export, indexer, modules, own_text, schedule, simulate, target, tokens
 from .ahead import Ahead
@@ -314,6 +316,7 @@ def run_export(run: Run) -> None:
     config, draft_config = run.target_config(), run.drafter_config()
     if not run.own_target:
         export.write_tokenizer(work / "tokenizer.json", folder / "target", end_token, config.max_position_embeddings)
+        quantise_target(folder / "target", folder / "target-nvfp4", max_shard_bytes=MAX_SHARD_BYTES)
     evaluation = json.loads((work / "evaluation.json").read_text()) if (work / "evaluation.json").exists() else {}
     prompts = json.loads((work / "heldout.json").read_text())
     looping = evaluation.get("looping", [False] * len(prompts))

@@ -82,7 +82,11 @@ def test_training_lowers_the_losses(work: Path) -> None:
 def test_folder_is_what_ships(work: Path) -> None:
     demo = work / "second" / "demo"
     files = {path.relative_to(demo).as_posix() for path in demo.rglob("*") if path.is_file()}
-    assert files == {
+    quantised = {f"target-nvfp4/{name.split('/')[1]}" for name in files if name.startswith("target/")}
+    assert {name for name in files if name.startswith("target-nvfp4/")} == quantised | {
+        "target-nvfp4/hf_quant_config.json"
+    }
+    assert {name for name in files if not name.startswith("target-nvfp4/")} == {
         "README.md",
         "heldout.json",
         "target/config.json",
