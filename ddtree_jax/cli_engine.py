@@ -1,7 +1,6 @@
 """What the commands share: options that name models and devices, and loading them."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -67,11 +66,12 @@ def load_engine(arguments: argparse.Namespace, progress: Callable[[str], None] |
     sizes = mesh_sizes(arguments)
     flags = (arguments.coordinator, arguments.num_processes, arguments.process_id)
     if flags != (None, None, None):
-        from ddtree_jax.cluster import join_cluster
+        from ddtree_jax.cluster import join_cluster, own_stdout
 
-        if join_cluster(*flags) and arguments.process_id != 0:
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # every process writes the same
-            progress = None
+        prints = arguments.process_id == 0  # every process would write the same
+        own_stdout(prints=prints)
+        join_cluster(*flags)
+        progress = progress if prints else None
     mesh = None if sizes is None else ddtree_jax.make_mesh(*sizes)
     target = "demo" if arguments.target is None else arguments.target
     return ddtree_jax.load(target, arguments.drafter, dtype=arguments.dtype, mesh=mesh, progress=progress)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 
 import jax
 
@@ -17,6 +19,19 @@ def parse_mesh(text: str) -> tuple[int, int]:
     if sizes is None or min(sizes) < 1:
         raise ValueError(f"mesh: got {text!r}, allowed is EXPERTxTENSOR such as 2x4, both >= 1, or TENSOR alone")
     return sizes
+
+
+def own_stdout(*, prints: bool) -> None:
+    """Gives `sys.stdout` a descriptor of its own, or nothing to write to; call it before `join_cluster`.
+
+    The collectives of several hosts on the CPU (Gloo) write remarks to descriptor 1, which then leads nowhere.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if prints:
+        sys.stdout.flush()
+        sys.stdout = open(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding, errors="replace")
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def join_cluster(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:

@@ -25,6 +25,7 @@ from ddtree_jax.safetensors_files import map_tensor, read_json, write_json
 SHARD_BYTES = 4 * 10**9
 SEARCH_MAX = 256  # largest block scale with `search`: leaves room for a block to be scaled to 4 instead of 6
 COPIED = (
+    "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -87,18 +88,20 @@ def quantise_target(
     width = -(-config.moe_intermediate_size // GROUP) * GROUP
     wider = dataclasses.replace(config, moe_intermediate_size=width)
     partial = output.with_name(output.name + ".partial")
-    if partial.exists():
+    if partial.is_dir():
         shutil.rmtree(partial)
+    elif partial.exists():
+        raise ValueError(f"output: {partial} is in the way, where the folder is built; remove it")
     writer = ShardWriter(partial, max_shard_bytes)
     error, energy, quantised, copied, after = 0.0, 0.0, 0, 0, 0
     for number, stored in enumerate(opened.stored.values()):
+        tensors, losses = 0, []
         for name, tensor, loss in _tensors(stored, opened.stored, config, wider, search):
             writer.add(name, tensor)
-            after += tensor.nbytes
-            if loss is None:
-                copied += 1
-            else:
-                quantised, error, energy = quantised + 1, error + loss[0], energy + loss[1]
+            tensors, after = tensors + 1, after + tensor.nbytes
+            losses += [] if loss is None else [loss]
+        quantised, copied = quantised + len(losses), copied + (0 if losses else tensors)
+        error, energy = error + sum(loss[0] for loss in losses), energy + sum(loss[1] for loss in losses)
         if progress is not None and number % 256 == 255:
             progress(f"quantising {source.name}: {number + 1} of {len(opened.stored)} tensors")
     writer.close()
@@ -161,7 +164,10 @@ def _shared_multiplier(stored: Stored, everything: dict[str, Stored], search: bo
     half = stored.name.split(".")[-2]
     pair = everything[stored.name.replace(half, other[half])]
     peak = max(float(np.abs(weight.decoded(np.float32)).max()) for weight in (stored, pair))
-    return peak / (E2M1_MAX * (SEARCH_MAX if search else E4M3_MAX)) if peak else None
+    if not peak:
+        return None
+    tiny = float(np.finfo(np.float32).tiny)  # a smaller multiplier would be zero to some devices
+    return max(peak / (E2M1_MAX * (SEARCH_MAX if search else E4M3_MAX)), tiny)
 
 
 def _loss(weight: np.ndarray, codes: np.ndarray, scales: np.ndarray, factor: np.float32) -> Loss:
@@ -181,13 +187,13 @@ def _write_configs(source: Path, folder: Path, config: Glm5Config) -> None:
         "ignore": ignore,
     }
     original = read_json(source / "config.json")
-    changed = {"moe_intermediate_size": config.moe_intermediate_size, "quantization_config": description}
-    write_json(folder / "config.json", original | changed)
     quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": GROUP, "exclude_modules": ignore}
     write_json(folder / "hf_quant_config.json", {"producer": description["producer"], "quantization": quantization})
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    changed = {"moe_intermediate_size": config.moe_intermediate_size, "quantization_config": description}
+    write_json(folder / "config.json", original | changed)  # last: without it the folder is no model
 
 
 def _dense_globs(config: Glm5Config) -> list[str]:

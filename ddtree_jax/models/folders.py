@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,14 @@ def load_drafter(
 ) -> Drafter:
     """Loads an HF-format DFlash folder for `target`; arguments as for `load_target`, the mesh by default the target's.
 
-    Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token.
+    Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token;
+    ValueError on a mesh that is not the target's.
     """
     chosen = target.dtype if isinstance(dtype, str) and dtype == "auto" else dtype
-    mesh = target.mesh if mesh is None else mesh
+    if mesh is None:
+        mesh = target.mesh
+    elif check_mesh(mesh) != target.mesh:
+        raise ValueError(f"mesh: got {mesh!r}, allowed are None and the target's, which is {target.mesh!r}")
     return open_drafter(path, target.config, dtype=chosen, mesh=mesh).read(progress)
 
 
@@ -304,13 +309,13 @@ def read_target_config(folder: Path) -> Glm5Config:
     """config.json, with the end tokens of generation_config.json where that names any."""
     config = with_context(folder, Glm5Config.from_hf)
     path = folder / "generation_config.json"
-    if not path.exists():
+    if not os.path.lexists(path):  # a dangling link is a broken download, not the absence of the file
         return config
     content = read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: found {type(content).__name__}, expected an object")
     ids = content.get("eos_token_id")
-    if ids is None:
+    if ids is None or ids == []:
         return config
     ids = ids if isinstance(ids, list) else [ids]
     if not all(type(i) is int and 0 <= i < config.vocab_size for i in ids):
