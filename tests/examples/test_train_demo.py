@@ -135,6 +135,7 @@ DFLASH2_SIZES = ("conv_kernel_size=2", "conv_group_size=8", "selector_rank=8", "
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("overrides", [(), DFLASH2_SIZES], ids=["dflash", "dflash2"])
 def test_drafter_for_a_target_of_the_users_own(work: Path, overrides: tuple[str, ...]) -> None:
     own = work / f"own{len(overrides)}"
