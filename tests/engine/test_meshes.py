@@ -163,6 +163,12 @@ def test_a_mesh_that_cannot_be_made_is_refused(sizes):
         make_mesh(*sizes)
 
 
+def test_an_abstract_mesh_has_a_largest_size():
+    assert make_mesh(1024, 1024, devices="abstract").size == 2**20
+    with pytest.raises(ValueError, match="^mesh: got .*allowed"):
+        make_mesh(1024, 1025, devices="abstract")
+
+
 def test_a_drafter_lies_on_the_mesh_of_its_target(folders):
     alone, split = load_target(folders / "target"), load_target(folders / "target", mesh=make_mesh())
     assert load_drafter(folders / "drafter", split).mesh == split.mesh == make_mesh()
