@@ -146,6 +146,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         before = programs()
         stream(engine, prompts(case["batch"], 1, vocab), algorithm, budget, temperature)
         out["again"] += programs() - before
+    out["programs"] = programs()
     if case.get("loop"):  # the device loop of `generate` instead of rounds one by one
         results = ddtree_jax.generate(engine, prompts(case["batch"], 0, vocab), NEW_TOKENS, "ddtree", 6)
         out["loop"] = [result.token_ids for result in results]

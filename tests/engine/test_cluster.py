@@ -177,6 +177,20 @@ def test_alone_nothing_is_joined(never_joins):
     assert cluster.join_cluster(None, None, None) is False
 
 
+def test_the_mesh_reaches_load(monkeypatch):
+    loads = []
+
+    def load(*args, **kwargs):
+        loads.append((args, kwargs))
+        raise ddtree_jax.CheckpointError("enough")
+
+    monkeypatch.setitem(vars(ddtree_jax), "load", load)
+    for mesh in ("1x1", "1"):
+        assert cli.main(["generate", "x", "--mesh", mesh]) == 2
+    expected = {"dtype": "auto", "mesh": ddtree_jax.make_mesh(), "progress": None}
+    assert loads == [(("demo", None), expected)] * 2
+
+
 @pytest.mark.parametrize(("text", "sizes"), [("2x4", (2, 4)), ("8", (1, 8)), ("1x1", (1, 1)), ("16x1", (16, 1))])
 def test_meshes_as_text(text, sizes):
     assert cluster.parse_mesh(text) == sizes
