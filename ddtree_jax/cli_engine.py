@@ -66,12 +66,10 @@ def load_engine(arguments: argparse.Namespace, progress: Callable[[str], None] |
     sizes = mesh_sizes(arguments)
     flags = (arguments.coordinator, arguments.num_processes, arguments.process_id)
     if flags != (None, None, None):
-        from ddtree_jax.cluster import join_cluster, own_stdout
+        from ddtree_jax.cluster import join_cluster
 
-        prints = arguments.process_id == 0  # every process would write the same
-        own_stdout(prints=prints)
         join_cluster(*flags)
-        progress = progress if prints else None
+        progress = progress if arguments.process_id == 0 else None  # every process would say the same
     mesh = None if sizes is None else ddtree_jax.make_mesh(*sizes)
     target = "demo" if arguments.target is None else arguments.target
     return ddtree_jax.load(target, arguments.drafter, dtype=arguments.dtype, mesh=mesh, progress=progress)

@@ -20,6 +20,7 @@ from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.quant import GROUP
 
 EXPERT, TENSOR = "expert", "tensor"
+MAX_ABSTRACT_DEVICES = 2**20  # JAX counts devices in 32 bits, and fails without a message beyond
 PACKED_LEAVES = ("codes", "scales", "global_scale")
 
 
@@ -44,12 +45,16 @@ def make_mesh(expert: int = 1, tensor: int = 1, devices: Sequence[Any] | str | N
         estimates and for compiling without them.
 
     Raises:
-      ValueError: a count below 1, or too few devices.
+      ValueError: a count below 1, too few devices, or more than 2^20 abstract ones.
     """
     for name, value in (("expert", expert), ("tensor", tensor)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: got {value!r}, allowed is an integer >= 1")
     if devices == "abstract":
+        if expert * tensor > MAX_ABSTRACT_DEVICES:
+            raise ValueError(
+                f"mesh: got {expert} x {tensor} (expert x tensor); allowed are products up to {MAX_ABSTRACT_DEVICES}"
+            )
         return AbstractMesh((expert, tensor), (EXPERT, TENSOR))
     found = list(jax.devices() if devices is None else devices)
     if len(found) < expert * tensor:

@@ -41,13 +41,13 @@ FEW = dataclasses.replace(
 # Widths of 128 are eight scale groups: packed kernels split eight ways too.
 MANY = dataclasses.replace(FEW, n_routed_experts=40, moe_intermediate_size=128, hidden_size=128)
 # Two heads and 33 experts divide over no axis, 2047 tokens over none either.
-ODD = dataclasses.replace(FEW, n_routed_experts=33, num_attention_heads=2, vocab_size=2047)
+ODD = dataclasses.replace(FEW, n_routed_experts=33, num_attention_heads=2, vocab_size=2047, q_lora_rank=32)
 TARGETS = {  # name -> config, kind of the expert weights, kind of the other linear weights
     "few plain": (FEW, "float32", "float32"),
     "few packed": (FEW, "nvfp4", "float32"),
     "many plain": (MANY, "bfloat16", "bfloat16"),
     "many packed": (MANY, "nvfp4", "bfloat16"),
-    "all packed": (MANY, "nvfp4_packed", "nvfp4"),
+    "all packed": (dataclasses.replace(MANY, q_lora_rank=32), "nvfp4_packed", "nvfp4"),
     "odd packed": (ODD, "nvfp4", "nvfp4"),
 }
 MESHES = {
@@ -146,6 +146,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         before = programs()
         stream(engine, prompts(case["batch"], 1, vocab), algorithm, budget, temperature)
         out["again"] += programs() - before
+    out["programs"] = programs()
     if case.get("loop"):  # the device loop of `generate` instead of rounds one by one
         results = ddtree_jax.generate(engine, prompts(case["batch"], 0, vocab), NEW_TOKENS, "ddtree", 6)
         out["loop"] = [result.token_ids for result in results]

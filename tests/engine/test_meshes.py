@@ -61,6 +61,7 @@ def check(asked, results, replicated=()):
             assert all(len(tokens) == 8 for tokens in found["tokens"])
             # A round of plain decoding has a tree of one node.
             assert found["trees"] and (which[0] == "none") == all(len(tree[1]) == 1 for tree in found["trees"])
+        assert result["programs"] >= 4  # that count is no constant
         assert result["again"] == 0, f"{label}: {result['again']} programs compiled on the second call"
         assert result.get("loop") == alone.get("loop"), label
         for part in ("target", "drafter"):
@@ -161,6 +162,12 @@ def test_a_wrong_mesh_is_refused(folders, wrong):
 def test_a_mesh_that_cannot_be_made_is_refused(sizes):
     with pytest.raises(ValueError, match="^(mesh|expert|tensor): got .*allowed"):
         make_mesh(*sizes)
+
+
+def test_an_abstract_mesh_has_a_largest_size():
+    assert make_mesh(1024, 1024, devices="abstract").size == 2**20
+    with pytest.raises(ValueError, match="^mesh: got .*allowed"):
+        make_mesh(1024, 1025, devices="abstract")
 
 
 def test_a_drafter_lies_on_the_mesh_of_its_target(folders):
