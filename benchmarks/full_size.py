@@ -77,7 +77,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     name, mesh = args.targets, args.meshes
     values = published.TARGETS[name] if name in published.TARGETS else json.loads(Path(name).read_text())
     config = Glm5Config.from_hf(values)
-    values = v1_drafter(published.GLM_5_3_DFLASH2) if args.drafter is None else json.loads(Path(args.drafter).read_text())
+    values = (
+        v1_drafter(published.GLM_5_3_DFLASH2) if args.drafter is None else json.loads(Path(args.drafter).read_text())
+    )
     started = time.perf_counter(), user_seconds()
     expert, tensor = (int(n) for n in mesh.split("x"))
     target = abstract.describe_target(

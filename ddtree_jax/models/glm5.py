@@ -385,7 +385,9 @@ class Glm5(nnx.Module):
         logits = self.head(hidden, out_dtype=jnp.float32)
         if self.mesh is not None:
             # First as the product falls out of the split head: asked for whole at once, XLA gathers the head instead.
-            vocab = partition(target_dims(self.config)["head.kernel"], (hidden.shape[-1], logits.shape[-1]), self.mesh)[1]
+            vocab = partition(target_dims(self.config)["head.kernel"], (hidden.shape[-1], logits.shape[-1]), self.mesh)[
+                1
+            ]
             split = NamedSharding(self.mesh, PartitionSpec(*[None] * (logits.ndim - 1), vocab))
             logits = jax.lax.with_sharding_constraint(logits, split)
         return replicate(logits, self.mesh)

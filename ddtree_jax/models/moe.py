@@ -122,9 +122,7 @@ class MoE(nnx.Module):
         y = y[back].reshape(x.shape[0], k, -1)
         return jnp.sum(y * top.astype(y.dtype)[:, :, None], axis=1)
 
-    def _hit_experts(
-        self, x: jax.Array, chosen: jax.Array, weights: jax.Array, repeat: jax.Array | None
-    ) -> jax.Array:
+    def _hit_experts(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, repeat: jax.Array | None) -> jax.Array:
         gate_up, down = kernel_arrays(self.gate_up), kernel_arrays(self.down)
         if repeat is None:
             repeat = jnp.int32(0)
