@@ -114,6 +114,11 @@ def free_memory(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, bool]:
     if isinstance(mesh, AbstractMesh):  # devices that are not here
         return None, False
     devices = jax.local_devices()[:1] if mesh is None else [d for d in mesh.devices.flat if d in jax.local_devices()]
+    if not devices:
+        raise ValueError(
+            f"mesh: got {mesh!r}, which has no device of process {jax.process_index()}; allowed is a mesh over devices "
+            "of all processes"
+        )
     if devices[0].platform == "cpu":
         return host_memory_free(), True
     stats = [device.memory_stats() or {} for device in devices]

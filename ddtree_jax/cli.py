@@ -11,11 +11,12 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import ddtree_jax
 from ddtree_jax.algorithm import SpeculativeAlgorithm
+from ddtree_jax.cli_engine import add_engine_options, add_model_options, load_engine, mesh_sizes, progress_writer
 from ddtree_jax.errors import CheckpointError, UnsupportedRequestError
 
 if TYPE_CHECKING:
@@ -107,23 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="DIR", help="HF-format target folder (default: the shipped pair)")
-    group.add_argument("--drafter", metavar="DIR", help="HF-format drafter folder for that target")
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        metavar="TYPE",
-        help="auto (default: float32 on CPU, bfloat16 on GPU), float32 or bfloat16",
-    )
-    group.add_argument(
-        "--progress",
-        action="store_true",
-        help="say on stderr what is loading and compiling (default: where stderr is a terminal)",
-    )
-
-
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
@@ -163,7 +147,7 @@ def _add_generate(commands: Any) -> None:
     )
     parser.add_argument("--show-tree", action="store_true", help="draw the last round's tree and its accepted path")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the stream")
-    _add_engine_options(parser)
+    add_engine_options(parser)
     parser.set_defaults(run=_run_generate)
 
 
@@ -193,7 +177,7 @@ def _add_bench(commands: Any) -> None:
         "--repeats", type=int, default=3, metavar="N", help="timed runs of each row, medians shown; default 3"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    _add_engine_options(parser)
+    add_engine_options(parser)
     parser.set_defaults(run=_run_bench)
 
 
@@ -202,8 +186,14 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         allow_abbrev=False,
         help="what this installation can do, and what is missing",
-        description="Reports versions, devices and the shipped pair. Status 1: something needed is missing.",
+        description=(
+            "Reports versions, devices and the shipped pair. Status 1: something needed is missing. With --target, "
+            "reports instead what that folder holds and the memory that it needs, from its headers alone."
+        ),
     )
+    add_model_options(parser)
+    parser.add_argument("--context", type=int, default=4096, metavar="N", help="tokens of a cache; default 4096")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences decoded together; default 1")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run_doctor)
 
@@ -230,22 +220,6 @@ def _budget_list(text: str) -> tuple[int, ...]:
     if not budgets:
         raise argparse.ArgumentTypeError("got no budget; give at least one")
     return budgets
-
-
-def _progress(wanted: bool) -> Callable[[str], None] | None:
-    """Returns what writes progress to stderr, or None where nobody would read it."""
-    if not wanted and not sys.stderr.isatty():
-        return None
-
-    def say(message: str) -> None:
-        print(f"ddtree-jax: {message}", file=sys.stderr, flush=True)
-
-    return say
-
-
-def _load(arguments: argparse.Namespace, progress: Callable[[str], None] | None) -> "Engine":
-    target = "demo" if arguments.target is None else arguments.target
-    return ddtree_jax.load(target, arguments.drafter, dtype=arguments.dtype, progress=progress)
 
 
 def _prompt(arguments: argparse.Namespace, stdin: IO[str]) -> str | list[int]:
@@ -295,8 +269,8 @@ def _run_generate(arguments: argparse.Namespace) -> int:
     # Bad arguments that need no model are told before the weights load.
     prompt = _prompt(arguments, sys.stdin)
     check_arguments(**options, grammar=None)
-    progress = _progress(arguments.progress)
-    engine = _load(arguments, progress)
+    progress = progress_writer(arguments.progress)
+    engine = load_engine(arguments, progress)
     chunks = ddtree_jax.stream(engine, prompt, **options, with_tree=arguments.show_tree, progress=progress)
     out = sys.stdout
     pieces: list[str] = []
@@ -357,8 +331,8 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         repeats=arguments.repeats,
         prompt_file=arguments.prompt_file,
     )
-    progress = _progress(arguments.progress)
-    engine = _load(arguments, progress)
+    progress = progress_writer(arguments.progress)
+    engine = load_engine(arguments, progress)
     report = bench.run_bench(engine, settings, progress=progress)
     print(json.dumps(report.to_dict()) if arguments.json else report.table())
     # In bfloat16, passes of different widths may round a near-tie differently; in float32 that is a fault.
@@ -368,6 +342,19 @@ def _run_bench(arguments: argparse.Namespace) -> int:
 def _run_doctor(arguments: argparse.Namespace) -> int:
     from ddtree_jax import doctor
 
+    if arguments.target is None and (arguments.drafter, arguments.mesh) != (None, None):
+        raise _UsageError("argument --target: needed beside --drafter and --mesh")
+    if arguments.target is not None:
+        folders = doctor.examine_folders(
+            arguments.target,
+            arguments.drafter,
+            dtype=arguments.dtype,
+            mesh_sizes=mesh_sizes(arguments),
+            context=arguments.context,
+            batch=arguments.batch,
+        )
+        print(json.dumps(folders.to_dict()) if arguments.json else folders.text())
+        return OK
     report = doctor.examine()
     print(json.dumps(report.to_dict()) if arguments.json else report.text())
     return OK if report.healthy else FAULT

@@ -15,15 +15,18 @@ from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities
 from ddtree_jax.engine import Engine
 from ddtree_jax.models.cache import Cache, write_rows
 from ddtree_jax.models.glm5 import causal_mask
-from ddtree_jax.models.pair import StaticModel, propose
+from ddtree_jax.models.pair import StaticModel, propose, propose_pairs
 from ddtree_jax.models.sharding import settle
 from ddtree_jax.sampling import SamplingParams, choose_tokens
 from ddtree_jax.tree import (
+    DraftTree,
     RoundFunctions,
     RoundOutput,
     RoundState,
     Verified,
     build_tree,
+    build_tree_from_pairs,
+    chain_from_pairs,
     chain_tree,
     gather_rows,
     speculative_round,
@@ -229,14 +232,22 @@ def round_functions(plan: Plan, weights: Weights, sampling: SamplingParams) -> R
     target = plan.target.merge(weights.target)
     drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
 
-    def draft(draft_cache: Cache, root_token_ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        del lengths  # the draft cache holds the same count
-        return propose(drafter, target, draft_cache, root_token_ids)
+    with_pairs = drafter is not None and drafter.config.selector is not None
+    branching = capabilities(plan.algorithm).branching
 
-    def build(draft_logits: jax.Array, root_token_ids: jax.Array) -> Any:
-        if capabilities(plan.algorithm).branching:
-            return build_tree(draft_logits, root_token_ids, budget=plan.budget)
-        return chain_tree(draft_logits, root_token_ids)
+    def draft(draft_cache: Cache, root_token_ids: jax.Array, lengths: jax.Array) -> Any:
+        del lengths  # the draft cache holds the same count
+        proposal = propose_pairs if with_pairs else propose
+        return proposal(drafter, target, draft_cache, root_token_ids)
+
+    def build(proposal: Any, root_token_ids: jax.Array) -> DraftTree:
+        if with_pairs and branching:
+            return build_tree_from_pairs(*proposal, root_token_ids, budget=plan.budget)
+        if with_pairs:
+            return chain_from_pairs(*proposal, root_token_ids)
+        if branching:
+            return build_tree(proposal, root_token_ids, budget=plan.budget)
+        return chain_tree(proposal, root_token_ids)
 
     def verify(cache: Cache, token_ids: jax.Array, positions: jax.Array, mask: jax.Array) -> Verified:
         out = target(token_ids, positions, mask, cache, layer_ids=plan.taps, absorbed=True)

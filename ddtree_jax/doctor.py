@@ -1,17 +1,23 @@
 """`ddtree-jax doctor`: what this installation has, and for what is missing, why and what to do."""
 
+import collections
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import os
 import pathlib
 import platform
 import shutil
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ddtree_jax
+
+if TYPE_CHECKING:
+    from ddtree_jax.capacity import Capacity
+    from ddtree_jax.models.folders import Opened
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "orbax-checkpoint", "chex")
 _CUDA_EXTRA = "pip install 'ddtree-jax[cuda]'"
@@ -71,6 +77,76 @@ def examine() -> Report:
         except Exception as error:  # the whole point is to report it
             findings.append(Finding(name, f"not available: {_one_line(error)}", "bad"))
     return Report(tuple(findings))
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderReport:
+    """What model folders hold and need. `folders`: one (name, value) list a folder; `capacity`: the table."""
+
+    folders: tuple[tuple[tuple[str, str], ...], ...]
+    capacity: "Capacity"
+
+    def to_dict(self) -> dict[str, Any]:
+        needs = [dataclasses.asdict(need) for need in self.capacity.needs]
+        capacity = {"needs": needs, "available": self.capacity.available, "fits": self.capacity.fits}
+        folders = [[" ".join(line).strip() for line in lines] for lines in self.folders]
+        return {"folders": folders, "capacity": capacity}
+
+    def text(self) -> str:
+        lines = [f"{name:<12}{value}" for folder in self.folders for name, value in folder]
+        return "\n".join([*lines, self.capacity.table()])
+
+
+def examine_folders(
+    target: str,
+    drafter: str | None,
+    *,
+    dtype: Any = "auto",
+    mesh_sizes: tuple[int, int] | None = None,
+    context: int = 4096,
+    batch: int = 1,
+) -> FolderReport:
+    """Opens folders by their headers alone and says what they hold and what memory they need.
+
+    Args:
+      target, drafter: as for `load`.
+      dtype: as for `load`.
+      mesh_sizes: (expert, tensor); the devices need not be here.
+      context: tokens of each sequence's cache.
+      batch: sequences.
+
+    Raises:
+      CheckpointError, ValueError: as `load`.
+    """
+    import jax
+
+    from ddtree_jax.capacity import estimate
+    from ddtree_jax.engine import open_pair
+    from ddtree_jax.models.sharding import make_mesh
+
+    for name, value in (("context", context), ("batch", batch)):
+        if not 1 <= value < 2**31:
+            raise ValueError(f"{name}: got {value}, allowed is an integer >= 1")
+    mesh = None
+    if mesh_sizes is not None:
+        abstract = mesh_sizes[0] * mesh_sizes[1] > jax.device_count()
+        mesh = make_mesh(*mesh_sizes, devices="abstract" if abstract else None)
+    pair = open_pair(target, drafter, dtype=dtype, mesh=mesh)
+    opened = [folder for folder in (pair.target, pair.drafter) if folder is not None]
+    capacity = estimate(pair.target, pair.drafter, context=context, batch=batch)
+    return FolderReport(tuple(_folder(folder) for folder in opened), capacity)
+
+
+def _folder(opened: "Opened") -> tuple[tuple[str, str], ...]:
+    kinds: dict[str, int] = collections.Counter(tensor.encoding.value for tensor in opened.stored.values())
+    encodings = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    parameters = sum(math.prod(tensor.shape) for tensor in opened.stored.values())
+    name = opened.kind.__name__.lower()
+    return (
+        (name, str(opened.folder)),
+        ("", f"{parameters / 1e9:.3f} billion parameters, {opened.bytes_on_disk / 1e9:.3f} GB on disk"),
+        ("", f"weights: {encodings}{opened.ignored}"),
+    )
 
 
 def _one_line(error: Exception) -> str:

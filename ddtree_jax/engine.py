@@ -10,11 +10,12 @@ from typing import Any
 
 from ddtree_jax.capacity import CHECKED_CONTEXT, estimate
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.models.folders import open_drafter, open_target
+from ddtree_jax.models.folders import Opened, open_drafter, open_target
 from ddtree_jax.models.pair import Drafter, Target
 from ddtree_jax.tokenizer import Tokenizer
 
 DEMO = "demo"
+DEMO_TARGETS = {DEMO: "target", "demo-nvfp4": "target-nvfp4"}  # name -> folder beside the drafter that serves both
 Progress = Callable[[str], None]
 
 
@@ -44,7 +45,7 @@ class Engine:
 
 
 def demo_folder() -> Path:
-    """Folder of the pair that ships with the package: target/, drafter/, heldout.json."""
+    """Folder of the pair that ships with the package: target/, target-nvfp4/, drafter/, heldout.json."""
     return Path(str(importlib.resources.files("ddtree_jax") / DEMO))
 
 
@@ -59,7 +60,8 @@ def load(
     """Loads a pair of HF-format folders.
 
     Args:
-      target: a GLM-5 folder, or "demo" for the pair that ships with the package.
+      target: a GLM-5 folder; or "demo" for the pair that ships with the package, "demo-nvfp4" for the same pair with
+        the target's routed experts as NVFP4.
       drafter: a DFlash folder; None serves the algorithm `none` only.
       dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16".
       mesh: None for one device, or a mesh from `ddtree_jax.make_mesh`: experts, heads and widths are split over it.
@@ -69,39 +71,54 @@ def load(
       CheckpointError: a folder, file, tensor or pairing that does not fit; nothing half-loaded remains.
       ValueError: a bad argument.
     """
+    pair = open_pair(target, drafter, dtype=dtype, mesh=mesh)
+    context = min(CHECKED_CONTEXT, pair.target.config.max_position_embeddings)
+    capacity = estimate(pair.target, pair.drafter, context=context)
+    capacity.require(str(target))
+    for line in capacity.table().splitlines() if progress is not None else ():
+        progress(line)
+    return Engine(
+        target=pair.target.read(progress),
+        drafter=None if pair.drafter is None else pair.drafter.read(progress),
+        tokenizer=pair.tokenizer,
+        name=str(target),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedPair:
+    """Folders that have been checked, also against each other, and whose weights have not been read."""
+
+    target: Opened
+    drafter: Opened | None
+    tokenizer: Tokenizer | None
+
+
+def open_pair(
+    target: str | Path = DEMO, drafter: str | Path | None = None, *, dtype: Any = "auto", mesh: Any = None
+) -> OpenedPair:
+    """Opens what `load` loads, with the same arguments and errors, from configs and headers alone."""
     for name, value in (("target", target), ("drafter", drafter)):
         if not isinstance(value, (str, Path)) and not (name == "drafter" and value is None):
             raise ValueError(f"{name}: got {value!r}, allowed is the path of a folder")
         if isinstance(value, str) and not value:
             raise ValueError(f"{name}: got an empty string, allowed is the path of a folder")
-    name = str(target)
-    if target == DEMO:
-        target = demo_folder() / "target"
+    if target in DEMO_TARGETS:
+        target = demo_folder() / DEMO_TARGETS[target]
         drafter = demo_folder() / "drafter" if drafter is None else drafter
     target, drafter = Path(target), None if drafter is None else Path(drafter)
     tokenizer = Tokenizer.from_folder(target)
-    # Both folders are checked against each other before any weights are read.
     opened = open_target(target, dtype=dtype, mesh=mesh)
     size = opened.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > size:
         raise CheckpointError(
             f"{target}/tokenizer.json: {tokenizer.vocab_size} tokens, the model has vocab_size {size}"
         )
-    opened_drafter = None
-    if drafter is not None:
-        opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh)
-        _check_mask_token(drafter, opened_drafter.config.mask_token_id, tokenizer)
-    context = min(CHECKED_CONTEXT, opened.config.max_position_embeddings)
-    capacity = estimate(opened, opened_drafter, context=context)
-    capacity.require(name)
-    for line in capacity.table().splitlines() if progress is not None else ():
-        progress(line)
-    return Engine(
-        target=opened.read(progress),
-        drafter=None if opened_drafter is None else opened_drafter.read(progress),
-        tokenizer=tokenizer,
-        name=name,
-    )
+    if drafter is None:
+        return OpenedPair(opened, None, tokenizer)
+    opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh)
+    _check_mask_token(drafter, opened_drafter.config.mask_token_id, tokenizer)
+    return OpenedPair(opened, opened_drafter, tokenizer)
 
 
 def _check_mask_token(folder: Path, mask: int, tokenizer: Tokenizer | None) -> None:

@@ -14,7 +14,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from ddtree_jax.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ddtree_jax.models.params import TensorSpec
+    pass
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -236,19 +236,6 @@ class CheckpointReader:
                     f"{self.folder / shard}: tensor {shown(name)} is missing; {index.name} says it is here"
                 )
         return entries
-
-    def check(self, specs: Iterable[TensorSpec]) -> None:
-        """Raises `CheckpointError` unless every tensor is there with its shape and a float dtype."""
-        for spec in specs:
-            entry = self.entries.get(spec.name)
-            if entry is None:
-                raise CheckpointError(f"{self.folder}: tensor {spec.name!r} is missing, expected shape {spec.shape}")
-            where = f"{entry.file}: tensor {spec.name!r}"
-            if entry.dtype not in FLOAT_DTYPES:
-                allowed = ", ".join(FLOAT_DTYPES)
-                raise CheckpointError(f"{where}: dtype {entry.dtype}, this version reads {allowed}")
-            if entry.shape != spec.shape:
-                raise CheckpointError(f"{where}: shape {entry.shape}, expected {spec.shape}")
 
     def array(self, name: str) -> np.ndarray:
         """A read-only memory map of one tensor, in the dtype that its file gives it."""

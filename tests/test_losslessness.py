@@ -9,7 +9,9 @@ import pytest
 
 import ddtree_jax
 from ddtree_jax.engine import Engine, demo_folder
-from ddtree_jax.models import target_logits
+from ddtree_jax.models import ConvConfig, DFlashConfig, SelectorConfig, make_drafter, target_logits
+from ddtree_jax.models.pair import flat_leaves
+from tests.engine.conftest import dflash2_noise
 
 
 @dataclasses.dataclass
@@ -161,3 +163,88 @@ def test_51_prompts_at_every_budget(many: Decoder, many_plain, algorithm: str, b
 def test_51_prompts_of_plain_decoding_in_batches(many: Decoder, many_plain) -> None:
     many.assert_same(many("none", batch=3), many_plain, "none, batch 3")
     assert len(many_plain) == 51 and sum(len(result.token_ids) for result in many_plain) > 51 * 24
+
+
+def grafted_dflash2(demo_engine: Engine) -> Engine:
+    """The shipped drafter as a DFlash2 one, its convolutions near the identity and its codebooks random: it drafts
+    well enough that long paths are accepted, and differently from the shipped one.
+    """
+    first = demo_engine.drafter
+    parts = dict(conv=ConvConfig(kernel_size=2, group_size=16), selector=SelectorConfig(rank=32, top_k=16))
+    drafter = make_drafter(dataclasses.replace(first.config, **parts), demo_engine.target)
+    for path, leaf in flat_leaves(first.params).items():
+        variable = drafter.params
+        for key in path:
+            variable = variable[key]
+        variable[...] = leaf
+    return Engine(demo_engine.target, dflash2_noise(drafter, conv=0.02, pairs=0.2), None, "grafted")
+
+
+def random_dflash2(demo_engine: Engine) -> Engine:
+    """A small random DFlash2 drafter with a sliding window: nearly all of what it drafts is rejected."""
+    shipped = demo_engine.drafter.config
+    config = DFlashConfig(
+        **{name: getattr(shipped, name) for name in ("vocab_size", "hidden_size", "mask_token_id", "rope_theta")},
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        block_size=8,
+        target_layer_ids=(1, 4),
+        rms_norm_eps=1e-5,
+        max_position_embeddings=1024,
+        causal=(False, False),
+        windows=(16, 16),
+        conv=ConvConfig(kernel_size=2, group_size=16),
+        selector=SelectorConfig(rank=16, top_k=16),
+    )
+    drafter = dflash2_noise(make_drafter(config, demo_engine.target, seed=4), conv=0.5, pairs=1.0)
+    return Engine(demo_engine.target, drafter, None, "random")
+
+
+@pytest.fixture(scope="module")
+def dflash2_engines(demo_engine: Engine) -> dict[str, Engine]:
+    return {"grafted": grafted_dflash2(demo_engine), "random": random_dflash2(demo_engine)}
+
+
+@pytest.mark.parametrize(("kind", "algorithm", "budget"), [("grafted", "ddtree", 15), ("grafted", "dflash", 0)])
+def test_greedy_output_with_dflash2(few: Decoder, few_plain, dflash2_engines, kind: str, algorithm: str, budget: int):
+    second = dataclasses.replace(few, engine=dflash2_engines[kind], prompts=few.prompts[:3])
+    results = second(algorithm, budget, batch=3)
+    second.assert_same(results, few_plain[:3], f"{kind} DFlash2, {algorithm} budget {budget}, batch 3")
+    assert mean_acceptance(results) > 1.2
+
+
+def test_sampled_output_with_dflash2(few: Decoder, dflash2_engines) -> None:
+    options = dict(temperature=0.7, top_p=0.95, seed=[11, 12, 13])
+    first = dataclasses.replace(few, prompts=few.prompts[:3], options=options)
+    second = dataclasses.replace(first, engine=dflash2_engines["grafted"])
+    second.assert_same(second("ddtree", 15, batch=3), first("none", batch=3), "sampled DFlash2, ddtree budget 15")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["grafted", "random"])
+@pytest.mark.parametrize(("algorithm", "budget"), [("dflash", 0), *(("ddtree", budget) for budget in BUDGETS)])
+def test_dflash2_at_every_budget(
+    many: Decoder, many_plain, dflash2_engines, kind: str, algorithm: str, budget: int, batch: int
+) -> None:
+    second = dataclasses.replace(many, engine=dflash2_engines[kind], prompts=many.prompts[:12])
+    results = second(algorithm, budget, batch=batch)
+    second.assert_same(results, many_plain[:12], f"{kind} DFlash2, {algorithm} budget {budget}, batch {batch}")
+    if kind == "grafted" and (algorithm, budget) != ("ddtree", 0):
+        assert mean_acceptance(results) > 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["grafted", "random"])
+def test_dflash2_sampled_with_every_algorithm(many: Decoder, dflash2_engines, kind: str) -> None:
+    options = dict(temperature=0.9, top_k=50, seed=list(range(12)))
+    first = dataclasses.replace(many, prompts=many.prompts[:12], options=options)
+    second = dataclasses.replace(first, engine=dflash2_engines[kind])
+    plain = first("none", batch=3)
+    for algorithm, budget in (("dflash", 0), ("ddtree", 4), ("ddtree", 32)):
+        second.assert_same(second(algorithm, budget, batch=3), plain, f"sampled {kind} DFlash2, {algorithm} {budget}")

@@ -19,6 +19,7 @@ MAX_SIZE = 2**31 - 1  # of any size in a config: positions, ids and indices are 
 MAX_COUNTS = {"num_hidden_layers": 4096, "n_routed_experts": 65536, "block_size": 4096}
 TARGET_ARCHITECTURE = "GlmMoeDsaForCausalLM"
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
+DRAFTER2_ARCHITECTURE = "DFlash2DraftModel"
 
 
 def _require(condition: bool, key: str, found: Any, allowed: str) -> None:
@@ -261,8 +262,32 @@ def _mlp_layer_types(values: dict[str, Any], layers: int) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class ConvConfig:
+    """Grouped dynamic convolution around the sublayers of a DFlash2 drafter.
+
+    kernel_size: taps: a row, and the kernel_size - 1 rows above it in its block.
+    group_size: channels that share the dynamic part of a tap; a divisor of the hidden size.
+    """
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectorConfig:
+    """Candidate selector of a DFlash2 drafter.
+
+    rank: width of its codebooks.
+    top_k: K, candidates of each row.
+    """
+
+    rank: int
+    top_k: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DFlashConfig:
-    """DFlash v1 block-diffusion drafter (arXiv 2602.06036).
+    """DFlash block-diffusion drafter (arXiv 2602.06036); with `conv` and `selector` it is a DFlash2 drafter.
 
     `target_layer_ids` k means the residual stream AFTER 0-based target layer k. `causal` holds one entry a layer:
     whether a block row attends only to block rows at or before it. `windows` holds one entry a layer: the sliding
@@ -288,6 +313,8 @@ class DFlashConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     num_target_layers: int | None = None
+    conv: ConvConfig | None = None
+    selector: SelectorConfig | None = None
 
     @property
     def draft_depth(self) -> int:
@@ -302,8 +329,9 @@ class DFlashConfig:
         """
         _require(isinstance(values, dict), "(whole file)", type(values).__name__, "an object")
         architectures = _architectures(values)
-        ok = DRAFTER_ARCHITECTURE in architectures
-        _require(ok, "architectures", architectures, f"[{DRAFTER_ARCHITECTURE!r}]")
+        known = (DRAFTER_ARCHITECTURE, DRAFTER2_ARCHITECTURE)
+        ok = any(name in architectures for name in known)
+        _require(ok, "architectures", architectures, f"[{known[0]!r}] or [{known[1]!r}]")
         nested = values.get("dflash_config") or {}
         _require(isinstance(nested, dict), "dflash_config", nested, "an object")
         v = {**values, **{key: value for key, value in nested.items() if value is not None}}
@@ -341,6 +369,10 @@ class DFlashConfig:
         _require(heads % groups == 0, "num_key_value_heads", groups, f"a divisor of num_attention_heads {heads}")
         _require(v["head_dim"] % 2 == 0, "head_dim", v["head_dim"], "an even number (rotary halves)")
         softcap = v.get("final_logit_softcapping")
+        conv, selector = _conv(v), _selector(v)
+        if DRAFTER2_ARCHITECTURE in architectures:
+            _require(conv is not None, "dflash_config.conv_kernel_size", None, f"an integer ({known[1]})")
+            _require(selector is not None, "dflash_config.selector_rank", None, f"an integer ({known[1]})")
         if v.get("num_target_layers") is not None:
             _positive_ints(v, ("num_target_layers",))
         return cls(
@@ -355,6 +387,8 @@ class DFlashConfig:
             output_multiplier=_number(v, "output_multiplier", 1.0, 0.0),
             final_logit_softcapping=None if softcap is None else _number(v, "final_logit_softcapping", 1.0, 0.0),
             num_target_layers=v.get("num_target_layers"),
+            conv=conv,
+            selector=selector,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -371,6 +405,11 @@ class DFlashConfig:
             "output_multiplier": self.output_multiplier,
             "final_logit_softcapping": self.final_logit_softcapping,
         }
+        if self.conv is not None:
+            nested |= {"conv_kernel_size": self.conv.kernel_size, "conv_group_size": self.conv.group_size}
+        if self.selector is not None:
+            nested |= {"selector_rank": self.selector.rank, "selector_top_k": self.selector.top_k}
+        is_second = self.conv is not None and self.selector is not None
         simple = (
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "num_target_layers"),
@@ -380,7 +419,7 @@ class DFlashConfig:
         if len(windows) > 1 or (len(set(self.causal)) > 1 and self.causal != sliding):
             raise ValueError(f"causal {self.causal}, windows {self.windows}: config.json cannot say this")
         return {
-            "architectures": [DRAFTER_ARCHITECTURE],
+            "architectures": [DRAFTER2_ARCHITECTURE if is_second else DRAFTER_ARCHITECTURE],
             "model_type": "qwen3",
             **{key: getattr(self, key) for key in simple},
             "hidden_act": "silu",
@@ -392,3 +431,27 @@ class DFlashConfig:
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "dflash_config": nested,
         }
+
+
+def _conv(values: dict[str, Any]) -> ConvConfig | None:
+    """None where neither key is given; one without the other is a fault."""
+    keys = ("conv_kernel_size", "conv_group_size")
+    if all(values.get(key) is None for key in keys):
+        return None
+    _positive_ints(values, keys)
+    taps, group = (values[key] for key in keys)
+    block, width = values["block_size"], values["hidden_size"]
+    _require(taps <= block, "conv_kernel_size", taps, f"at most block_size {block} (a tap never leaves its block)")
+    _require(width % group == 0, "conv_group_size", group, f"a divisor of hidden_size {width}")
+    return ConvConfig(kernel_size=taps, group_size=group)
+
+
+def _selector(values: dict[str, Any]) -> SelectorConfig | None:
+    """None where neither key is given; one without the other is a fault."""
+    keys = ("selector_rank", "selector_top_k")
+    if all(values.get(key) is None for key in keys):
+        return None
+    _positive_ints(values, keys)
+    rank, top_k = (values[key] for key in keys)
+    _require(top_k <= values["vocab_size"], "selector_top_k", top_k, f"at most vocab_size {values['vocab_size']}")
+    return SelectorConfig(rank=rank, top_k=top_k)

@@ -2,10 +2,13 @@
 
 A block is [root, mask, ..., mask]. Its rows attend to the committed context, whose keys and values come from target
 features alone, and to each other without a causal order. The drafter borrows the target's embedding table and head.
+
+A DFlash2 drafter adds the two parts of `dflash2`: convolutions around the sublayers, and a candidate selector.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -15,6 +18,7 @@ from flax import nnx
 
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DFlashConfig
+from ddtree_jax.models.dflash2 import BlockConv, CandidateSelector
 from ddtree_jax.models.layers import RMSNorm, einsum, masked_softmax, rope_angles, rope_half_split
 from ddtree_jax.models.linear import Linear, SwiGLU
 
@@ -68,12 +72,21 @@ class DraftLayer(nnx.Module):
         self.mlp_norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         std = depth * c.intermediate_size**-0.5
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs, out_std=std)
+        self.attention_conv = None if c.conv is None else BlockConv(c, dtype=dtype, rngs=rngs)
+        self.mlp_conv = None if c.conv is None else BlockConv(c, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, h: jax.Array, context: dict[str, jax.Array], mask: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> jax.Array:
-        h = h + self.attention(self.input_norm(h), context, mask, cos, sin)
-        return h + self.mlp(self.mlp_norm(h))
+        def attention(x: jax.Array) -> jax.Array:
+            return self.attention(x, context, mask, cos, sin)
+
+        h = h + _convolved(self.attention_conv, self.input_norm(h), attention)
+        return h + _convolved(self.mlp_conv, self.mlp_norm(h), self.mlp)
+
+
+def _convolved(conv: BlockConv | None, x: jax.Array, sublayer: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return sublayer(x) if conv is None else conv(x, sublayer)
 
 
 class DFlash(nnx.Module):
@@ -92,6 +105,7 @@ class DFlash(nnx.Module):
 
         self.layers = create(rngs)
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
+        self.selector = None if c.selector is None else CandidateSelector(c, dtype=dtype, rngs=rngs)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """Zeros for context keys and values of `capacity` committed tokens."""
@@ -131,7 +145,8 @@ class DFlash(nnx.Module):
         """Runs block rows through the layers.
 
         Args:
-          embeddings: [B, T, D] raw target embeddings of the block tokens; cast to the dtype of the drafter.
+          embeddings: [B, T, D] raw target embeddings of the block tokens; cast to the dtype of the drafter. Several
+            blocks lie one after another, `block_size` rows each.
           positions: int32[B, T] absolute positions of the block tokens.
           context: leaves [layers, B, M, Hkv * hd].
           context_positions: int32[B, M].

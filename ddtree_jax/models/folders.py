@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ddtree_jax.checkpoint import save_leaves
 from ddtree_jax.encodings import Stored, find, left_out
@@ -63,10 +64,14 @@ def load_drafter(
 ) -> Drafter:
     """Loads an HF-format DFlash folder for `target`; arguments as for `load_target`, the mesh by default the target's.
 
-    Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token.
+    Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token;
+    ValueError on a mesh that is not the target's.
     """
     chosen = target.dtype if isinstance(dtype, str) and dtype == "auto" else dtype
-    mesh = target.mesh if mesh is None else mesh
+    if mesh is None:
+        mesh = target.mesh
+    elif check_mesh(mesh) != target.mesh:
+        raise ValueError(f"mesh: got {mesh!r}, allowed are None and the target's, which is {target.mesh!r}")
     return open_drafter(path, target.config, dtype=chosen, mesh=mesh).read(progress)
 
 
@@ -76,7 +81,7 @@ class Opened:
 
     stored: tensor name -> where and how it lies on disk.
     specs: the name map.
-    build: makes the module, given `rngs`.
+    build: makes the module, given `rngs`; its arguments are hashable.
     shard: (leaf path, shape) -> its sharding; None without a mesh.
     ignored: what the folder holds beside the weights, in words.
     """
@@ -86,7 +91,7 @@ class Opened:
     kind: type[Target] | type[Drafter]
     stored: Mapping[str, Stored]
     specs: Callable[[], Iterable[TensorSpec]]
-    build: Callable[..., Any]
+    build: functools.partial
     mesh: Mesh | None
     shard: Callable[[tuple, tuple[int, ...]], NamedSharding] | None
     ignored: str = ""
@@ -94,7 +99,7 @@ class Opened:
     @functools.cached_property
     def abstract(self) -> tuple[nnx.GraphDef, Any]:
         """The static structure, and the parameter tree of shapes and dtypes."""
-        return nnx.split(nnx.eval_shape(lambda: self.build(rngs=nnx.Rngs(0))))
+        return _abstract(self.build.func, self.build.args, tuple(self.build.keywords.items()))
 
     @property
     def leaves(self) -> dict[tuple, jax.ShapeDtypeStruct]:
@@ -124,7 +129,9 @@ class Opened:
         return total
 
     def read(self, progress: Progress | None = None) -> Any:
-        """The `Target` or `Drafter`."""
+        """The `Target` or `Drafter`. Raises ValueError on a mesh without devices."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(f"mesh: got {self.mesh!r}, allowed is a mesh of devices that are here")
         say = progress or (lambda message: None)
         say(f"loading {self.folder.name}: {len(self.stored)} tensors{self.ignored}")
         graphdef, params = self.abstract
@@ -132,6 +139,14 @@ class Opened:
         arrays = load_leaves(self.specs(), self.stored, flat_leaves(params), self.shardings, meter)
         say(f"loaded {self.folder.name}: {sum(a.nbytes for a in arrays.values()) / 1e6:.1f} MB")
         return self.kind(self.config, graphdef, with_arrays(params, arrays), self.folder, self.mesh)
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract(
+    module: type[nnx.Module], args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
+) -> tuple[nnx.GraphDef, Any]:
+    """Tracing a module's initialisers takes a second or more; loading the same shapes again need not wait for it."""
+    return nnx.split(nnx.eval_shape(lambda: module(*args, **dict(keywords), rngs=nnx.Rngs(0))))
 
 
 def with_arrays(params: Any, arrays: Mapping[tuple, jax.Array]) -> Any:
@@ -179,6 +194,7 @@ def open_drafter(path: str | Path, target: Glm5Config, *, dtype: Any = "auto", m
     check_pair(config, target, str(folder))
     reader = CheckpointReader(folder)
     _no_own_head(folder, reader)
+    _no_unused_parts(config, reader)
     specs = functools.partial(drafter_tensors, config, target.hidden_size)
     stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in specs()}
     return Opened(
@@ -260,6 +276,20 @@ def _no_own_head(folder: Path, reader: CheckpointReader) -> None:
             )
 
 
+def _no_unused_parts(config: DFlashConfig, reader: CheckpointReader) -> None:
+    """DFlash2 weights under a config without its keys would run as DFlash v1 and draft badly."""
+    unused = {".attention_conv.": "conv_kernel_size", ".mlp_conv.": "conv_kernel_size"} if config.conv is None else {}
+    if config.selector is None:
+        unused["candidate_selector."] = "selector_rank"
+    for name, entry in reader.entries.items():
+        for part, key in unused.items():
+            if part in name:
+                raise CheckpointError(
+                    f"{entry.file}: tensor {name!r}: belongs to a DFlash2 drafter, but config.json has no {key!r}; "
+                    "expected a DFlash2 config, or weights without this tensor"
+                )
+
+
 def _require_folder(folder: Path) -> None:
     if not is_folder(folder):
         raise CheckpointError(f"{folder}: no such folder; expected an HF-format checkpoint folder")
@@ -279,13 +309,13 @@ def read_target_config(folder: Path) -> Glm5Config:
     """config.json, with the end tokens of generation_config.json where that names any."""
     config = with_context(folder, Glm5Config.from_hf)
     path = folder / "generation_config.json"
-    if not path.exists():
+    if not os.path.lexists(path):  # a dangling link is a broken download, not the absence of the file
         return config
     content = read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: found {type(content).__name__}, expected an object")
     ids = content.get("eos_token_id")
-    if ids is None:
+    if ids is None or ids == []:
         return config
     ids = ids if isinstance(ids, list) else [ids]
     if not all(type(i) is int and 0 <= i < config.vocab_size for i in ids):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.dflash2 import PairProposal
 from ddtree_jax.models.glm5 import Glm5, causal_mask
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -201,35 +203,63 @@ def target_features(target: Target, token_ids: Any, layer_ids: tuple[int, ...] |
 def draft_logits(drafter: Drafter, target: Target, token_ids: Any) -> jax.Array:
     """float32[B, L, V]: what the drafter proposes after `token_ids` int[B, T].
 
-    The first T - 1 tokens are the context, the last is the root; row r predicts the token at position T + r.
+    The first T - 1 tokens are the context, the last is the root; row r predicts the token at position T + r. Of a
+    DFlash2 drafter: the logits before its candidate selector.
     """
+    return _drafted(propose, drafter, target, token_ids)
+
+
+def draft_pairs(drafter: Drafter, target: Target, token_ids: Any) -> PairProposal:
+    """What the candidate selector of a DFlash2 drafter makes of `draft_logits`; arguments as there.
+
+    Raises ValueError for a drafter without a selector.
+    """
+    if drafter.config.selector is None:
+        raise ValueError("drafter: got a DFlash drafter without a candidate selector, allowed is a DFlash2 drafter")
+    return _drafted(propose_pairs, drafter, target, token_ids)
+
+
+def _drafted(proposal: Callable[..., Any], drafter: Drafter, target: Target, token_ids: Any) -> Any:
     check_pair(drafter.config, target.config, "drafter")
     ids = _checked_ids(target, token_ids)
     features = target_features(target, ids, drafter.config.target_layer_ids)[:, :-1]
-    return _draft(drafter.graphdef, drafter.params, target.graphdef, target.params, features, ids[:, -1])
+    return _draft(proposal, drafter.graphdef, drafter.params, target.graphdef, target.params, features, ids[:, -1])
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "target_graphdef"))
+@functools.partial(jax.jit, static_argnames=("proposal", "graphdef", "target_graphdef"))
 def _draft(
+    proposal: Callable[..., Any],
     graphdef: nnx.GraphDef,
     params: Any,
     target_graphdef: nnx.GraphDef,
     target_params: Any,
     features: jax.Array,
     root_token_ids: jax.Array,
-) -> jax.Array:
+) -> Any:
     drafter = nnx.merge(graphdef, params)
     b, m, _ = features.shape
     positions = jnp.broadcast_to(jnp.arange(m, dtype=jnp.int32)[None], (b, m))
     rows = drafter.context_rows(features, positions)
     cache = Cache(rows=rows, lengths=jnp.full((b,), m, jnp.int32))
-    return propose(drafter, nnx.merge(target_graphdef, target_params), cache, root_token_ids)
+    return proposal(drafter, nnx.merge(target_graphdef, target_params), cache, root_token_ids)
 
 
 def propose(drafter: DFlash, target: Glm5, cache: Cache, root_token_ids: jax.Array) -> jax.Array:
     """float32[B, L, V] for roots int32[B] over a context cache: block [root, mask, ...] through drafter and head."""
+    return _hidden_and_logits(drafter, target, cache, root_token_ids)[1]
+
+
+def propose_pairs(drafter: DFlash, target: Glm5, cache: Cache, root_token_ids: jax.Array) -> PairProposal:
+    """As `propose`, through the drafter's candidate selector, which it must have."""
+    return drafter.selector(*_hidden_and_logits(drafter, target, cache, root_token_ids), root_token_ids)
+
+
+def _hidden_and_logits(
+    drafter: DFlash, target: Glm5, cache: Cache, root_token_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     chex.assert_rank(root_token_ids, 1)
     c = drafter.config
     mask = jnp.full((root_token_ids.shape[0], c.draft_depth), c.mask_token_id, jnp.int32)
     block = jnp.concatenate([root_token_ids[:, None], mask], axis=1)
-    return drafter.scale_logits(target.head_logits(drafter.draft(cache, target.embed_tokens(block))))
+    hidden = drafter.draft(cache, target.embed_tokens(block))
+    return hidden, drafter.scale_logits(target.head_logits(hidden))

@@ -181,7 +181,7 @@ def mtp_tensors(config: Glm5Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def drafter_tensors(config: DFlashConfig, target_hidden_size: int) -> Iterator[TensorSpec]:
-    """All tensors of a DFlash v1 drafter in the names of its checkpoints; embedding and head are the target's."""
+    """All tensors of a DFlash drafter in the names of its checkpoints; embedding and head are the target's."""
     c, d = config, config.hidden_size
     top = _Layer("", (), ())
     yield top.linear("fc", "fc", len(c.target_layer_ids) * target_hidden_size, d)
@@ -200,3 +200,14 @@ def drafter_tensors(config: DFlashConfig, target_hidden_size: int) -> Iterator[T
         yield layer.vector("self_attn.q_norm.weight", "attention.q_norm.weight", c.head_dim)
         yield layer.vector("self_attn.k_norm.weight", "attention.k_norm.weight", c.head_dim)
         yield from layer.swiglu("mlp", "mlp", d, c.intermediate_size)
+        if c.conv is not None:
+            for name in ("attention_conv", "mlp_conv"):
+                taps, groups = c.conv.kernel_size, d // c.conv.group_size
+                base = layer.part(f"{name}.base_kernel", view=as_stored)
+                yield TensorSpec(f"{layer.prefix}{name}.base_kernel", (2, taps, d), (base,))
+                yield layer.linear(f"{name}.kernel_projection", f"{name}.kernel_projection", d, 2 * taps * groups)
+    if c.selector is not None:
+        for name in ("predecessor_codebook", "successor_codebook"):
+            table = top.part(f"selector.{name}", view=as_stored)
+            yield TensorSpec(f"candidate_selector.{name}", (c.vocab_size, c.selector.rank), (table,))
+        yield top.linear("candidate_selector.hidden_projection", "selector.hidden_projection", d, c.selector.rank)

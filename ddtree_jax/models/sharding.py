@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.models.cache import Cache
 from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.quant import GROUP
 
 EXPERT, TENSOR = "expert", "tensor"
+MAX_ABSTRACT_DEVICES = 2**20  # JAX counts devices in 32 bits, and fails without a message beyond
 PACKED_LEAVES = ("codes", "scales", "global_scale")
 
 
@@ -34,20 +35,27 @@ class Split:
 Dims = tuple[Split | None, ...]
 
 
-def make_mesh(expert: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(expert: int = 1, tensor: int = 1, devices: Sequence[Any] | str | None = None) -> Mesh | AbstractMesh:
     """A mesh of expert x tensor devices, for `load(..., mesh=)`.
 
     Args:
       expert: ways in which the routed experts are split.
       tensor: ways in which heads, MLP widths and the vocabulary are split.
-      devices: which devices, expert-major; None takes the first of `jax.devices()`.
+      devices: which devices, expert-major; None takes the first of `jax.devices()`; "abstract" needs none, for
+        estimates and for compiling without them.
 
     Raises:
-      ValueError: a count below 1, or too few devices.
+      ValueError: a count below 1, too few devices, or more than 2^20 abstract ones.
     """
     for name, value in (("expert", expert), ("tensor", tensor)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: got {value!r}, allowed is an integer >= 1")
+    if devices == "abstract":
+        if expert * tensor > MAX_ABSTRACT_DEVICES:
+            raise ValueError(
+                f"mesh: got {expert} x {tensor} (expert x tensor); allowed are products up to {MAX_ABSTRACT_DEVICES}"
+            )
+        return AbstractMesh((expert, tensor), (EXPERT, TENSOR))
     found = list(jax.devices() if devices is None else devices)
     if len(found) < expert * tensor:
         raise ValueError(
@@ -57,15 +65,21 @@ def make_mesh(expert: int = 1, tensor: int = 1, devices: Sequence[Any] | None = 
     return Mesh(np.array(found[: expert * tensor]).reshape(expert, tensor), (EXPERT, TENSOR))
 
 
-def check_mesh(mesh: Any) -> Mesh | None:
+def check_mesh(mesh: Any) -> Mesh | AbstractMesh | None:
     """The mesh with the axes that this package uses, all automatic; ValueError for anything else."""
     if mesh is None:
         return None
-    if not isinstance(mesh, Mesh) or not mesh.axis_names or not set(mesh.axis_names) <= {EXPERT, TENSOR}:
+    if (
+        not isinstance(mesh, (Mesh, AbstractMesh))
+        or not mesh.axis_names
+        or not set(mesh.axis_names) <= {EXPERT, TENSOR}
+    ):
         raise ValueError(
             f"mesh: got {mesh!r}, allowed are None and a jax.sharding.Mesh with the axes {EXPERT!r} and {TENSOR!r} "
             "(ddtree_jax.models.make_mesh)"
         )
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names)  # jax.make_mesh may have made the axes explicit
 
 

@@ -14,12 +14,19 @@ from ddtree_jax.tree.build import (
 from ddtree_jax.tree.commit import gather_rows
 from ddtree_jax.tree.invariants import check_path, check_round, check_tree
 from ddtree_jax.tree.mask import ancestor_mask, positions
+from ddtree_jax.tree.pairs import (
+    PAIR_FORMULATIONS,
+    build_tree_from_pairs,
+    chain_from_pairs,
+    default_pair_formulation,
+)
 from ddtree_jax.tree.round import RoundFunctions, RoundOutput, RoundState, Verified, speculative_round
 
 __all__ = [
     "FORMULATIONS",
     "NO_NODE",
     "NO_PARENT",
+    "PAIR_FORMULATIONS",
     "AcceptedPath",
     "DraftTree",
     "RoundFunctions",
@@ -30,11 +37,14 @@ __all__ = [
     "ancestor_mask",
     "build_tree",
     "build_tree_from_candidates",
+    "build_tree_from_pairs",
+    "chain_from_pairs",
     "chain_tree",
     "check_path",
     "check_round",
     "check_tree",
     "default_formulation",
+    "default_pair_formulation",
     "draft_candidates",
     "gather_rows",
     "positions",

@@ -87,7 +87,7 @@ def build_tree(
     depth = min(draft_depth, budget)  # a node at depth d needs d - 1 nodes above it
     k = min(budget if top_k is None else top_k, budget, vocab)
     if depth == 0 or k == 0:
-        return _with_padding(root_tree(root_token_ids), budget)
+        return with_padding(root_tree(root_token_ids), budget)
     if budget * (k + 1) >= 2**31:
         raise ValueError(f"budget: got {budget} with top_k {k}; their product must stay below 2**31.")
 
@@ -154,20 +154,7 @@ def build_tree_from_candidates(
     nodes = jax.vmap(_pick(formulation, budget, depth, k))(log_probs)
     if force_spine and k > 1:  # one candidate a row: the spine is all there is
         nodes = jax.vmap(formulations.with_spine)(nodes, log_probs)
-    is_node = nodes.scores > -jnp.inf
-    flat = jnp.where(is_node, (nodes.depths - 1) * k + nodes.ranks, 0)
-    tokens = jnp.take_along_axis(token_ids.reshape((batch, depth * k)), flat, axis=1)
-
-    def with_root(root_value, values):
-        return jnp.concatenate([jnp.broadcast_to(root_value, (batch, 1)).astype(values.dtype), values], axis=1)
-
-    return DraftTree(
-        token_ids=with_root(root_token_ids[:, None], jnp.where(is_node, tokens, 0)),
-        parents=with_root(jnp.int32(NO_PARENT), jnp.where(is_node, nodes.parents, NO_PARENT)),
-        depths=with_root(jnp.int32(0), jnp.where(is_node, nodes.depths, 0)),
-        log_probs=with_root(jnp.float32(0.0), jnp.where(is_node, nodes.scores, -jnp.inf)),
-        num_nodes=1 + jnp.sum(is_node, axis=1, dtype=jnp.int32),
-    )
+    return assemble(nodes, token_ids, root_token_ids)
 
 
 @jax.jit
@@ -199,6 +186,28 @@ def root_tree(root_token_ids: jax.Array) -> DraftTree:
     )
 
 
+def assemble(nodes: formulations.Nodes, token_ids: jax.Array, root_token_ids: jax.Array) -> DraftTree:
+    """The tree of a batch of `Nodes` [B, M], N = M + 1: node m carries `token_ids[b, depth - 1, rank]`.
+
+    token_ids: int32[B, L, K]; root_token_ids: int32[B].
+    """
+    batch, depth, k = token_ids.shape
+    is_node = nodes.scores > -jnp.inf
+    flat = jnp.where(is_node, (nodes.depths - 1) * k + nodes.ranks, 0)
+    tokens = jnp.take_along_axis(token_ids.reshape((batch, depth * k)), flat, axis=1)
+
+    def with_root(root_value, values):
+        return jnp.concatenate([jnp.broadcast_to(root_value, (batch, 1)).astype(values.dtype), values], axis=1)
+
+    return DraftTree(
+        token_ids=with_root(root_token_ids[:, None], jnp.where(is_node, tokens, 0)),
+        parents=with_root(jnp.int32(NO_PARENT), jnp.where(is_node, nodes.parents, NO_PARENT)),
+        depths=with_root(jnp.int32(0), jnp.where(is_node, nodes.depths, 0)),
+        log_probs=with_root(jnp.float32(0.0), jnp.where(is_node, nodes.scores, -jnp.inf)),
+        num_nodes=1 + jnp.sum(is_node, axis=1, dtype=jnp.int32),
+    )
+
+
 def _pick(formulation: str, budget: int, depth: int, k: int) -> Callable[[jax.Array], formulations.Nodes]:
     backend = jax.default_backend()
     if formulation == "auto":
@@ -217,7 +226,7 @@ def _pick(formulation: str, budget: int, depth: int, k: int) -> Callable[[jax.Ar
     return functools.partial(getattr(formulations, formulation), budget=budget)
 
 
-def _with_padding(tree: DraftTree, extra: int) -> DraftTree:
+def with_padding(tree: DraftTree, extra: int) -> DraftTree:
     """The tree with `extra` padding slots appended."""
 
     def pad(values, fill):

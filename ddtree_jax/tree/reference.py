@@ -94,6 +94,46 @@ def _best_first_tree_with_spine(tree: list[Node], log_probs: np.ndarray, token_i
     return [tree[0], *(tree[old]._replace(parent=slots[tree[old].parent]) for old in order)]
 
 
+def best_first_tree_from_pairs(pair_log_probs, token_ids, root_token_id: int, budget: int) -> list[Node]:
+    """As `best_first_tree`, for log-probabilities that depend on the parent's candidate.
+
+    Args:
+      pair_log_probs: [L, K, K], entry [l, p, c]: of candidate c below candidate p of the row above, <= 0; the root
+        reads [0, 0]. Anything that is not <= 0 and finite is no candidate.
+      token_ids: [L, K].
+      root_token_id: the current token.
+      budget: nodes besides the root.
+
+    A node's rank is its place among its parent's candidates: higher log-probability first, equal ones by the smaller
+    token id.
+    """
+    pair_log_probs = np.asarray(pair_log_probs, np.float32)
+    depth, k = pair_log_probs.shape[:2]
+    tree, columns = [Node(int(root_token_id), -1, 0, np.float32(0.0), ())], [0]
+    heap: list[tuple[np.float32, tuple[int, ...], int, int]] = []
+
+    def push(parent: int, rank: int):
+        level = tree[parent].depth
+        if level == depth:
+            return
+        row = pair_log_probs[level, columns[parent]]
+        children = sorted((c for c in range(k) if -np.inf < row[c] <= 0), key=lambda c: (-row[c], token_ids[level][c]))
+        if rank < len(children):
+            with np.errstate(over="ignore"):
+                score = np.float32(tree[parent].log_prob + row[children[rank]])
+            if score > -np.inf:
+                heapq.heappush(heap, (-score, (*tree[parent].ranks, rank), parent, children[rank]))
+
+    push(0, 0)
+    while heap and len(tree) <= budget:
+        negated, ranks, parent, column = heapq.heappop(heap)
+        tree.append(Node(int(token_ids[len(ranks) - 1][column]), parent, len(ranks), -negated, ranks))
+        columns.append(column)
+        push(parent, ranks[-1] + 1)
+        push(len(tree) - 1, 0)
+    return tree
+
+
 def candidates(draft_logits, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k best (log_probs float32[L, k], token_ids int[L, k]) of each row of [L, V] logits.
 

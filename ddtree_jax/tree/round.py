@@ -30,10 +30,11 @@ class Verified:
     features: Any
 
 
-# draft(draft_cache, root_token_ids[B], lengths[B]) -> float32[B, L, V]. Must not see the draws of this round.
-DraftFn = Callable[[Any, jax.Array, jax.Array], jax.Array]
-# build(draft_logits[B, L, V], root_token_ids[B]) -> DraftTree.
-BuildFn = Callable[[jax.Array, jax.Array], DraftTree]
+# draft(draft_cache, root_token_ids[B], lengths[B]) -> proposal: a pytree that `build` understands, such as logits
+# float32[B, L, V]. Must not see the draws of this round.
+DraftFn = Callable[[Any, jax.Array, jax.Array], Any]
+# build(proposal, root_token_ids[B]) -> DraftTree; checks the proposal.
+BuildFn = Callable[[Any, jax.Array], DraftTree]
 # verify(cache, token_ids[B, N], positions[B, N], mask bool[B, N, N]) -> Verified. The committed prefix is in
 # the cache and visible to every slot; the mask speaks of the tree alone.
 VerifyFn = Callable[[Any, jax.Array, jax.Array, jax.Array], Verified]
@@ -145,9 +146,8 @@ def speculative_round(
         tree = root_tree(state.root_token_ids)
     else:
         with jax.named_scope("draft"):
-            draft_logits = fns.draft(state.draft_cache, state.root_token_ids, state.lengths)
-        draft_logits = checks.as_float32(draft_logits, "the result of fns.draft", (batch, None, None), "B, L, V")
-        tree = fns.build(draft_logits, state.root_token_ids)
+            proposal = fns.draft(state.draft_cache, state.root_token_ids, state.lengths)
+        tree = fns.build(proposal, state.root_token_ids)
     _, slots = checks.check_tree_shapes(tree, "the result of fns.build")
 
     with jax.named_scope("verify"):

@@ -3,7 +3,7 @@
 A training row is one anchor of a sequence: the token at the anchor is the root, the context is what lies
 strictly before it, and the block's rows 1.. predict the sequence's own next tokens (no shift: row r predicts
 the token at anchor + r). All anchors of a sequence go through the network at once; blocks do not see each
-other.
+other. The candidate selector of a DFlash2 drafter learns from the same rows, below the text's own tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flax import nnx
 
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.pallas.vocab_topk import vocab_topk
 
 from . import modules, schedule
 from .schedule import Clock, Log
@@ -111,6 +112,35 @@ def target_pass(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, taps: tu
     return model, model(tokens, positions, mask, layer_ids=taps, keep_rows=False)
 
 
+def selector_losses(
+    drafter: DFlash, logits: jax.Array, hidden: jax.Array, roots: jax.Array, labels: jax.Array
+) -> jax.Array:
+    """Cross-entropy of the candidate selector over each row's candidates, given the text's token above.
+
+    The candidates and their logits are as the drafter gives them: the block's own loss trains those.
+
+    Args:
+      drafter: of DFlash2.
+      logits: float32[B, A, L, V], scaled.
+      hidden: [B, A, L, D] of `block_hidden`.
+      roots: int32[B, A].
+      labels: int32[B, A, L].
+
+    Returns:
+      float32[B, A, L]; 0 where the label is no candidate.
+    """
+    batch, count, depth = labels.shape
+    flat = (batch * count, depth)
+    labels = labels.reshape(flat)
+    best = vocab_topk(jax.lax.stop_gradient(logits).reshape(*flat, -1), drafter.selector.top_k)
+    parents = jnp.concatenate([roots.reshape(-1, 1), labels[:, :-1]], axis=1)[:, :, None]
+    hidden = hidden.reshape(*flat, -1)
+    scores = drafter.selector.scores(hidden, best.values, best.token_ids, parents)[:, :, 0]
+    is_label = best.token_ids == labels[:, :, None]
+    losses = -jnp.sum(jnp.where(is_label, jax.nn.log_softmax(scores, axis=-1), 0.0), axis=-1)
+    return losses.reshape(batch, count, depth)
+
+
 def anchor_loss(
     sizes: DemoSizes,
     target_graphdef: nnx.GraphDef,
@@ -119,7 +149,7 @@ def anchor_loss(
     tokens: jax.Array,
     anchors: jax.Array,
 ) -> jax.Array:
-    """Weighted cross-entropy of all drafted rows, float32[].
+    """Weighted cross-entropy of all drafted rows, float32[]; a candidate selector adds its own.
 
     Args:
       sizes: gamma of the row weights and the weight of the soft labels.
@@ -145,6 +175,11 @@ def anchor_loss(
         drafted = jax.nn.log_softmax(target.head_logits(hidden), axis=-1)
         soft = -jnp.sum(wanted.reshape(drafted.shape) * drafted, axis=-1)
         losses = (1 - sizes.soft_label_weight) * losses + sizes.soft_label_weight * soft
+    if drafter.selector is not None:
+        # In the drafter's own scale, as decoding sees them.
+        logits = drafter.scale_logits(target.head_logits(jax.lax.stop_gradient(hidden)))
+        roots = jnp.take_along_axis(tokens, anchors, axis=1)
+        losses += selector_losses(drafter, logits, hidden, roots, labels.reshape(places.shape))
     weights = jnp.exp(-(rows - 1).astype(jnp.float32) / sizes.draft_gamma)
     weights = weights / jnp.sum(weights)
     return jnp.mean(jnp.sum(losses * weights[None, None], axis=-1))

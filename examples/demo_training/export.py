@@ -22,7 +22,8 @@ They exist so that tree speculative decoding can be run, measured and tested any
 
 - `target/`: GlmMoeDsaForCausalLM with {num_layers} layers, MLA, {experts} experts (top {top}) and a
   shared one, DSA indexers in layers {full}, `index_topk` {index_topk}.
-- `drafter/`: DFlashDraftModel with {draft_layers} layers, block {block}, taps after layers {taps}.
+- `target-nvfp4/`: the same with its routed experts as NVFP4 (`ddtree-jax convert --format nvfp4`).
+- `drafter/`: {drafter_architecture} with {draft_layers} layers, block {block}, taps after layers {taps}.
 - `heldout.json`: {prompts} prompts from held-out files: `id`, `source`, `license`, `prompt`,
   `prompt_ids`, `reference` (how the file goes on).
 

@@ -7,6 +7,7 @@ there. The numbers equal those of real generation with the same weights and dtyp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,11 @@ def tree_lengths(logits: jax.Array, roots: jax.Array, labels: jax.Array, budget:
     Returns:
       int32[M].
     """
-    drafted = tree.build_tree(logits, roots, budget=budget, topk_implementation="top_k")
+    return followed(tree.build_tree(logits, roots, budget=budget, topk_implementation="top_k"), labels)
+
+
+def followed(drafted: tree.DraftTree, labels: jax.Array) -> jax.Array:
+    """Tokens that a round emits for these trees on texts labels int32[M, L]: int32[M]."""
     depth = labels.shape[1]
     # Off the text's own path the walk never asks, so the label of a node's depth stands for the target's
     # choice.
@@ -74,13 +79,19 @@ def make_scorer(
         logits = drafter.scale_logits(target.head_logits(hidden))
         places = anchors[:, :, None] + jnp.arange(1, depth + 1, dtype=jnp.int32)[None, None]
         labels = jnp.take_along_axis(tokens, places.reshape(tokens.shape[0], -1), axis=1).reshape(places.shape)
-        lengths = {"dflash": chain_lengths(jnp.argmax(logits, axis=-1), labels)}
         flat = anchors.size
         roots = jnp.take_along_axis(tokens, anchors, axis=1).reshape(flat)
-        for budget in budgets:
-            values = tree_lengths(logits.reshape(flat, depth, -1), roots, labels.reshape(flat, depth), budget)
-            lengths[f"ddtree{budget}"] = values.reshape(anchors.shape)
-        return lengths
+        rows, labels = logits.reshape(flat, depth, -1), labels.reshape(flat, depth)
+        if drafter.selector is None:
+            lengths = {"dflash": chain_lengths(jnp.argmax(rows, axis=-1), labels)}
+            trees = {budget: tree_lengths(rows, roots, labels, budget) for budget in budgets}
+        else:
+            pairs = drafter.selector(hidden.reshape(flat, depth, -1), rows, roots)
+            lengths = {"dflash": followed(tree.chain_from_pairs(*pairs, roots), labels)}
+            build = functools.partial(tree.build_tree_from_pairs, *pairs, roots)
+            trees = {budget: followed(build(budget=budget), labels) for budget in budgets}
+        lengths |= {f"ddtree{budget}": values for budget, values in trees.items()}
+        return {name: values.reshape(anchors.shape) for name, values in lengths.items()}
 
     return score
 

@@ -46,6 +46,11 @@ class DemoSizes:
     draft_head_dim: int = 64
     block_size: int = 16
     draft_rope_theta: float = 1e4
+    # DFlash2: convolutions and a candidate selector; 0 leaves the part out.
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
 
     # Target training.
     target_context: int = 1024
@@ -163,7 +168,7 @@ class DemoSizes:
         }
 
     def drafter_hf_config(self, end_id: int, mask_id: int, target_config: dict | None = None) -> dict:
-        """config.json of the drafter, in the keys of DFlashDraftModel.
+        """config.json of the drafter, in the keys of DFlashDraftModel or, with both of its parts, DFlash2DraftModel.
 
         Args:
           end_id: end-of-text token id.
@@ -179,8 +184,14 @@ class DemoSizes:
                 vocab_size=target_config["vocab_size"],
                 num_layers=target_config["num_hidden_layers"],
             )
+        added = {}
+        if self.conv_kernel_size:
+            added |= {"conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size}
+        if self.selector_rank:
+            added |= {"selector_rank": self.selector_rank, "selector_top_k": self.selector_top_k}
+        is_second = self.conv_kernel_size and self.selector_rank
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
             "model_type": "qwen3",
             "vocab_size": sizes.vocab_size,
             "hidden_size": sizes.hidden_size,
@@ -204,6 +215,7 @@ class DemoSizes:
                 "block_size": self.block_size,
                 "mask_token_id": mask_id,
                 "target_layer_ids": list(sizes.tap_layers),
+                **added,
             },
             "eos_token_id": [end_id],
             "pad_token_id": end_id,

@@ -27,7 +27,9 @@ import numpy as np
 import tokenizers
 
 from ddtree_jax import models
+from ddtree_jax.checkpoint import MAX_SHARD_BYTES
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
+from ddtree_jax.quantise import quantise_target
 
 from . import corpus, drafter, export, indexer, modules, own_text, schedule, simulate, target, tokens
 from .ahead import Ahead
@@ -314,6 +316,7 @@ def run_export(run: Run) -> None:
     config, draft_config = run.target_config(), run.drafter_config()
     if not run.own_target:
         export.write_tokenizer(work / "tokenizer.json", folder / "target", end_token, config.max_position_embeddings)
+        quantise_target(folder / "target", folder / "target-nvfp4", max_shard_bytes=MAX_SHARD_BYTES)
     evaluation = json.loads((work / "evaluation.json").read_text()) if (work / "evaluation.json").exists() else {}
     prompts = json.loads((work / "heldout.json").read_text())
     looping = evaluation.get("looping", [False] * len(prompts))
@@ -330,6 +333,7 @@ def run_export(run: Run) -> None:
         "top": config.num_experts_per_tok,
         "full": ", ".join(str(i) for i, kind in enumerate(config.indexer_types) if kind == "full"),
         "index_topk": config.index_topk,
+        "drafter_architecture": draft_config.to_hf()["architectures"][0],
         "draft_layers": draft_config.num_hidden_layers,
         "block": draft_config.block_size,
         "taps": ", ".join(map(str, draft_config.target_layer_ids)),

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from ddtree_jax.engine import Engine
-from ddtree_jax.models import DFlashConfig, Glm5Config, make_drafter, make_target
+from ddtree_jax.models import ConvConfig, DFlashConfig, Glm5Config, SelectorConfig, make_drafter, make_target
+from ddtree_jax.models.pair import flat_leaves
 
 TARGET = Glm5Config(
     vocab_size=61,
@@ -55,6 +57,7 @@ DRAFTER = DFlashConfig(
     windows=(None, None),
     num_target_layers=3,
 )
+DRAFTER2 = dataclasses.replace(DRAFTER, conv=ConvConfig(2, 4), selector=SelectorConfig(rank=6, top_k=5))
 
 
 def sharpened(target, factor=60.0):
@@ -62,6 +65,33 @@ def sharpened(target, factor=60.0):
     leaves = target.params
     leaves["head"]["kernel"][...] = leaves["head"]["kernel"][...] * jnp.float32(factor)
     return target
+
+
+def dflash2_noise(drafter, *, conv, pairs, seed=3):
+    """The drafter with normal noise on what DFlash2 adds: new ones start as DFlash v1, and would test nothing else."""
+    scales = {"base_kernel": conv, "kernel_projection": conv, "successor_codebook": pairs}
+    changed = 0
+    for i, (path, leaf) in enumerate(sorted(flat_leaves(drafter.params).items())):
+        scale = next((value for name, value in scales.items() if name in path), None)
+        if scale is None:
+            continue
+        variable = drafter.params
+        for key in path:
+            variable = variable[key]
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), leaf.shape)
+        fan_in = leaf.shape[-2] if "kernel_projection" in path else 1
+        variable[...] = leaf + (scale * fan_in**-0.5 * noise).astype(leaf.dtype)
+        changed += 1
+    assert changed == 5
+    return drafter
+
+
+@pytest.fixture(scope="session")
+def small_dflash2_engine():
+    """The same target as that of `small_engine`, with a random DFlash2 drafter."""
+    target = sharpened(make_target(TARGET, dtype="float32", seed=1))
+    drafter = dflash2_noise(make_drafter(DRAFTER2, target, seed=2), conv=0.3, pairs=1.0)
+    return Engine(target, drafter, None, "small-dflash2")
 
 
 @pytest.fixture(scope="session")

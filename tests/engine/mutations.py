@@ -234,6 +234,27 @@ def _name_twice(folder: Path, rng: random.Random) -> str:
     return f"{name} in {path.name}"
 
 
+def _again_with_zeros(folder: Path, rng: random.Random) -> str:
+    """A name given twice, both entries whole: the second lies in bytes of its own."""
+    path = _shard(folder, rng)
+    text, data = _split(path)
+    header = json.loads(text)
+    name = _pick(header, rng)
+    start, end = header[name]["data_offsets"]
+    again = header[name] | {"data_offsets": [len(data), len(data) + end - start]}
+    _join(path, text.rstrip()[:-1] + b"," + json.dumps({name: again})[1:].encode(), data + bytes(end - start))
+    return f"{name} in {path.name}"
+
+
+def _length_within_padding(folder: Path, rng: random.Random) -> str:
+    path = _shard(folder, rng)
+    text, data = _split(path)
+    text = text.rstrip()
+    padding, less = rng.randint(1, 15), rng.randint(1, 15)
+    path.write_bytes((len(text) + max(0, padding - less)).to_bytes(8, "little") + text + b" " * padding + data)
+    return f"{less} of {padding} in {path.name}"
+
+
 def _other_text(folder: Path, rng: random.Random) -> str:
     path = _shard(folder, rng)
     text, data = _split(path)
@@ -387,6 +408,8 @@ def _edit_values(
 
 
 def _one_number(flat, rng):
+    if flat.dtype == np.uint8:
+        return "nothing"
     at, value = rng.randrange(flat.size), rng.choice(NUMBERS)
     if abs(value) <= float(ml_dtypes.finfo(flat.dtype).max) or value in (np.inf, -np.inf) or value != value:
         flat[at] = value
@@ -408,6 +431,7 @@ def _blank(flat, rng):
 
 HEADERS = [
     *(_flip_header, _flip_header, _flip_length, _other_length, _name_twice, _other_text),
+    *(_again_with_zeros, _length_within_padding),
     *map(_edit_header, (_other_dtype, _other_shape, _other_offsets, _offsets_of_another, _drop_tensor)),
     *map(_edit_header, (_rename_tensor, _rename_to_another, _odd_entry, _odd_value, _drop_key)),
 ]
@@ -419,7 +443,9 @@ INDICES = [
 VALUES = [
     *(_edit_values("weight_scale", _one_number), _edit_values("weight_scale", _one_byte)),
     *(_edit_values("weight_scale_2|weight_global_scale|weight_scale_inv", _one_number),),
-    *(_edit_values("weight|bias", _one_byte), _edit_values("weight_packed", _one_byte)),
+    *(_edit_values("weight|bias", _one_byte), _edit_values("weight|bias", _one_number)),
+    _edit_values("bias", _one_number),
+    *(_edit_values("weight_packed", _one_byte),),
     *(_edit_values("weight_scale|weight_scale_inv|weight_scale_2", _blank),),
     *(_edit_values("input_scale|input_global_scale|k_scale", _one_number),),
 ]

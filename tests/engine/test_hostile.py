@@ -20,7 +20,7 @@ from ddtree_jax.models.pair import resolve_dtype
 from ddtree_jax.models.params import Part, TensorSpec
 from ddtree_jax.safetensors_files import CheckpointReader, read_header, read_json
 from ddtree_jax.tokenizer import Tokenizer
-from tests.engine.conftest import DRAFTER, TARGET
+from tests.engine.conftest import DRAFTER, DRAFTER2, TARGET
 
 NONSENSE = (
     *(None, True, -1, 0, 3.5, float("nan"), float("inf"), "x", "\ud800", [], {}, [[]], [{"a": []}], {"a": 1}),
@@ -28,7 +28,7 @@ NONSENSE = (
 )
 
 
-@pytest.mark.parametrize("config", [TARGET, DRAFTER], ids=["target", "drafter"])
+@pytest.mark.parametrize("config", [TARGET, DRAFTER, DRAFTER2], ids=["target", "drafter", "dflash2"])
 def test_a_config_with_any_value_anywhere_is_read_or_refused(config):
     good = config.to_hf()
     nested = [key for key, value in good.items() if isinstance(value, dict)]

@@ -82,7 +82,11 @@ def test_training_lowers_the_losses(work: Path) -> None:
 def test_folder_is_what_ships(work: Path) -> None:
     demo = work / "second" / "demo"
     files = {path.relative_to(demo).as_posix() for path in demo.rglob("*") if path.is_file()}
-    assert files == {
+    quantised = {f"target-nvfp4/{name.split('/')[1]}" for name in files if name.startswith("target/")}
+    assert {name for name in files if name.startswith("target-nvfp4/")} == quantised | {
+        "target-nvfp4/hf_quant_config.json"
+    }
+    assert {name for name in files if not name.startswith("target-nvfp4/")} == {
         "README.md",
         "heldout.json",
         "target/config.json",
@@ -127,15 +131,24 @@ def test_text_prompts_use_the_tokenizer_of_the_folder(engine: "ddtree_jax.Engine
     assert len(result.token_ids) <= 8 and isinstance(result.text, str)
 
 
+DFLASH2_SIZES = ("conv_kernel_size=2", "conv_group_size=8", "selector_rank=8", "selector_top_k=8")
+
+
 @pytest.mark.slow
-def test_drafter_for_a_target_of_the_users_own(work: Path) -> None:
-    own = work / "own"
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("overrides", [(), DFLASH2_SIZES], ids=["dflash", "dflash2"])
+def test_drafter_for_a_target_of_the_users_own(work: Path, overrides: tuple[str, ...]) -> None:
+    own = work / f"own{len(overrides)}"
     run_script(
         *("--work", own, "--tiny", "--workers", 0, "--corpus", work / "corpus"),
         *("--target", work / "second" / "demo" / "target", "--seconds", "own_text=1,drafter=3"),
         *("--stages", "data,own_text,drafter,evaluate,export"),
+        *(word for override in overrides for word in ("--size", override)),
     )
     engine = ddtree_jax.load(own / "demo" / "target", own / "demo" / "drafter")
+    assert (engine.drafter.config.selector is not None) == bool(overrides)
+    name = "DFlash2DraftModel" if overrides else "DFlashDraftModel"
+    assert f"`drafter/`: {name} with" in (own / "demo" / "README.md").read_text()
     result = ddtree_jax.generate(engine, [5, 6, 7], max_new_tokens=8, algorithm="ddtree", budget=4)
     plain = ddtree_jax.generate(engine, [5, 6, 7], max_new_tokens=8, algorithm="none")
     assert result.token_ids == plain.token_ids

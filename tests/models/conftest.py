@@ -11,6 +11,7 @@ import dflash_reference  # noqa: E402  (needs the path above)
 import golden_models  # noqa: E402
 
 from ddtree_jax import models  # noqa: E402
+from ddtree_jax.models import folders, moe, params  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,19 @@ def load_golden():
         return loaded[name]
 
     return load
+
+
+@pytest.fixture
+def many_experts(monkeypatch):
+    """Call it, and small models take the paths and layouts of those with many experts until the test ends."""
+
+    def switch():
+        for module in (moe, params, folders):
+            monkeypatch.setattr(module, "DENSE_EXPERTS_LIMIT", 0)
+        folders._abstract.cache_clear()  # it remembers shapes by config alone
+
+    yield switch
+    folders._abstract.cache_clear()
 
 
 @pytest.fixture

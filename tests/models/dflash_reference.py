@@ -44,6 +44,27 @@ def sees(query_position, key_position, causal, window) -> bool:
     return window is None or abs(query_position - key_position) < window
 
 
+def convolved(config, weights, name, side, normed, rows):
+    """The grouped dynamic convolution of DFlash2 over the rows of one block; the rows as they are without one.
+
+    Row r's kernel comes from `normed[r]`, the sublayer's normed input, whichever side it is on.
+    """
+    base = weights.get(f"{name}.base_kernel")
+    if base is None:
+        return rows
+    taps, group = (config["dflash_config"][key] for key in ("conv_kernel_size", "conv_group_size"))
+    groups, out = len(rows[0]) // group, []
+    for r in range(len(rows)):
+        projected = weights[f"{name}.kernel_projection.weight"] @ normed[r]
+        row = np.zeros_like(rows[0])
+        for t in range(min(taps, r + 1)):
+            for channel in range(len(row)):
+                dynamic = projected[(side * taps + t) * groups + channel // group]
+                row[channel] += (base[side, t, channel] + dynamic) * rows[r - t][channel]
+        out.append(row)
+    return out
+
+
 def forward_block(config, weights, embed_tokens, features, root_token_id):
     """Final hidden rows [block, D] of one block that starts at position len(features).
 
@@ -67,8 +88,11 @@ def forward_block(config, weights, embed_tokens, features, root_token_id):
 
     for layer in range(config["num_hidden_layers"]):
         causal, window = layer_rule(config, layer)
-        block = [rms_norm(x, weights[f"layers.{layer}.input_layernorm.weight"], eps) for x in h]
+        normed = [rms_norm(x, weights[f"layers.{layer}.input_layernorm.weight"], eps) for x in h]
+        conv = f"layers.{layer}.attention_conv"
+        block = convolved(config, weights, conv, 0, normed, normed)
         rows = context + block
+        attended = []
         keys = [rotated("k_norm", layer, heads("k_proj", layer, x), p) for p, x in enumerate(rows)]
         values = [heads("v_proj", layer, x) for x in rows]
         for r in range(size):
@@ -82,11 +106,14 @@ def forward_block(config, weights, embed_tokens, features, root_token_id):
                 pieces.append(
                     sum(w * values[p][i // queries_per_key] for w, p in zip(probabilities, seen, strict=True))
                 )
-            h[r] = h[r] + weights[f"layers.{layer}.self_attn.o_proj.weight"] @ np.concatenate(pieces)
-        for r in range(size):
-            x = rms_norm(h[r], weights[f"layers.{layer}.post_attention_layernorm.weight"], eps)
+            attended.append(weights[f"layers.{layer}.self_attn.o_proj.weight"] @ np.concatenate(pieces))
+        h = [x + y for x, y in zip(h, convolved(config, weights, conv, 1, normed, attended), strict=True)]
+        normed = [rms_norm(x, weights[f"layers.{layer}.post_attention_layernorm.weight"], eps) for x in h]
+        conv, outputs = f"layers.{layer}.mlp_conv", []
+        for x in convolved(config, weights, conv, 0, normed, normed):
             gate, up = (weights[f"layers.{layer}.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
-            h[r] = h[r] + weights[f"layers.{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+            outputs.append(weights[f"layers.{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
+        h = [x + y for x, y in zip(h, convolved(config, weights, conv, 1, normed, outputs), strict=True)]
     return np.stack([rms_norm(x, weights["norm.weight"], eps) for x in h])
 
 

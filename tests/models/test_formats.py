@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.models import Glm5Config, load_target, moe, params, save_target, target_logits
+from ddtree_jax.models import Glm5Config, load_target, save_target, target_logits
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import target_tensors
 from ddtree_jax.safetensors_files import write_json, write_safetensors
@@ -124,10 +124,9 @@ BY_EXPERT = ("bfloat16", "nvfp4", "nvfp4_packed", "experts", "three kinds")
 @pytest.mark.parametrize(
     ("rule", "layout"), [(rule, "wide") for rule in RULES] + [(rule, "by expert") for rule in BY_EXPERT]
 )
-def test_logits_equal_those_of_the_decoded_weights(weights, tmp_path, monkeypatch, rule, layout):
+def test_logits_equal_those_of_the_decoded_weights(weights, tmp_path, many_experts, rule, layout):
     if layout == "by expert":
-        monkeypatch.setattr(moe, "DENSE_EXPERTS_LIMIT", 0)
-        monkeypatch.setattr(params, "DENSE_EXPERTS_LIMIT", 0)
+        many_experts()
     tensors = encoded(weights, RULES[rule])
     target = load_target(write_folder(tmp_path / "encoded", CONFIG, tensors), dtype="float32")
     reference = load_target(decoded_folder(tmp_path / "plain", tensors, weights), dtype="float32")

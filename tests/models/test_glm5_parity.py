@@ -7,7 +7,6 @@ import pytest
 from golden_models import FAULT, NAMES, TOLERANCE, largest_error
 
 from ddtree_jax import models
-from ddtree_jax.models import moe, params
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,10 +48,9 @@ def test_tokens_see_only_their_past(load_golden):
 
 
 @pytest.mark.parametrize("name", ["mixed", "groups"])
-def test_sorted_experts_equal_the_wide_form(monkeypatch, name):
+def test_sorted_experts_equal_the_wide_form(many_experts, name):
     """Models of many experts take another path through the MoE layers; here a small one does too."""
-    monkeypatch.setattr(moe, "DENSE_EXPERTS_LIMIT", 0)
-    monkeypatch.setattr(params, "DENSE_EXPERTS_LIMIT", 0)
+    many_experts()
     target, golden = models.load_target(golden_models.path(name), dtype="float32"), golden_models.arrays(name)
     assert largest_error(models.target_logits(target, golden["token_ids"]), golden["logits"]) <= TOLERANCE
 

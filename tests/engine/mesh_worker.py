@@ -1,0 +1,170 @@
+"""Runs pairs over meshes of virtual CPU devices and prints what came out, as one line of JSON.
+
+A process of its own, as the number of devices is fixed before JAX starts:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.engine.mesh_worker REQUEST
+
+REQUEST is JSON: {"folder": where targets may be written, "cache": folder of compiled programs, "cases": [case, ...]}; a
+case is {"target": one of TARGETS, "mesh": one of MESHES, "batch": n, "runs": [[algorithm, budget, temperature], ...]}.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import ddtree_jax
+from ddtree_jax import decoding
+from ddtree_jax.models.folders import Opened, open_drafter, open_target
+from ddtree_jax.models.pair import flat_leaves
+from ddtree_jax.models.params import drafter_tensors, target_tensors
+from ddtree_jax.models.sharding import EXPERT, TENSOR
+from ddtree_jax.safetensors_files import write_json
+from tests.engine.checkpoint_files import write_checkpoint
+from tests.engine.conftest import DRAFTER, TARGET
+
+NEW_TOKENS = 8
+FEW = dataclasses.replace(
+    TARGET,
+    hidden_size=64,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    num_attention_heads=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    eos_token_ids=(),
+)
+# Widths of 128 are eight scale groups: packed kernels split eight ways too.
+MANY = dataclasses.replace(FEW, n_routed_experts=40, moe_intermediate_size=128, hidden_size=128)
+# Two heads and 33 experts divide over no axis, 2047 tokens over none either.
+ODD = dataclasses.replace(FEW, n_routed_experts=33, num_attention_heads=2, vocab_size=2047, q_lora_rank=32)
+TARGETS = {  # name -> config, kind of the expert weights, kind of the other linear weights
+    "few plain": (FEW, "float32", "float32"),
+    "few packed": (FEW, "nvfp4", "float32"),
+    "many plain": (MANY, "bfloat16", "bfloat16"),
+    "many packed": (MANY, "nvfp4", "bfloat16"),
+    "all packed": (dataclasses.replace(MANY, q_lora_rank=32), "nvfp4_packed", "nvfp4"),
+    "odd packed": (ODD, "nvfp4", "nvfp4"),
+}
+MESHES = {
+    "none": None,
+    "2x4": ((EXPERT, TENSOR), (2, 4)),
+    "1x8": ((EXPERT, TENSOR), (1, 8)),
+    "8x1": ((EXPERT, TENSOR), (8, 1)),
+    "tensor alone": ((TENSOR,), (4,)),
+    "swapped": ((TENSOR, EXPERT), (4, 2)),
+}
+
+
+def write_pair(folder: Path, name: str) -> None:
+    """A random pair; the head is loud, as near-ties are no test."""
+    config, experts, others = TARGETS[name]
+    drafter = dataclasses.replace(DRAFTER, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+    rng = np.random.default_rng(7)
+
+    def draw(spec: Any) -> np.ndarray:
+        values = rng.standard_normal(spec.shape)
+        if len(spec.shape) == 1:
+            return 1 + 0.2 * values if spec.name.endswith("norm.weight") else 0.2 * values
+        return values * (1 if "embed" in spec.name else spec.shape[1] ** -0.5) * (20 if "lm_head" in spec.name else 1)
+
+    def kind(name: str) -> str:
+        linear = name.endswith("proj.weight") or name.endswith(("_mqa.weight", "wk.weight", "wq_b.weight"))
+        return experts if ".experts." in name else others if linear else "bfloat16"
+
+    write_checkpoint(folder / "target", {s.name: draw(s) for s in target_tensors(config)}, kind)
+    specs = drafter_tensors(drafter, config.hidden_size)
+    write_checkpoint(folder / "drafter", {s.name: draw(s) for s in specs}, "bfloat16")
+    write_json(folder / "target" / "config.json", config.to_hf())
+    write_json(folder / "drafter" / "config.json", drafter.to_hf())
+
+
+def make_mesh(name: str) -> jax.sharding.Mesh | None:
+    if MESHES[name] is None:
+        return None
+    axes, sizes = MESHES[name]
+    return jax.sharding.Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), axes)
+
+
+def prompts(batch: int, shift: int, vocab: int) -> list[list[int]]:
+    """Different lengths, all within one prefill chunk."""
+    rng = np.random.default_rng(batch + 100 * shift)
+    return [rng.integers(0, vocab, 3 + 5 * row % 17).tolist() for row in range(batch)]
+
+
+def placed(model: Any, opened: Opened) -> dict[str, Any]:
+    """Bytes of parameters on each device, and what the headers said there would be."""
+    held: dict[int, int] = {}
+    whole = 0
+    for leaf in flat_leaves(model.params).values():
+        whole += leaf.nbytes
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
+    return {"held": sorted(held.values()), "said": opened.bytes_per_device(), "whole": whole}
+
+
+def programs() -> int:
+    """Programs that the decoding functions have compiled so far."""
+    functions = (decoding.start_prefill, decoding.prefill_chunk, decoding.first_token, decoding.round_step)
+    return sum(function._cache_size() for function in (*functions, decoding.decode_loop))
+
+
+def stream(engine: Any, ids: list[list[int]], algorithm: str, budget: int, temperature: float) -> dict[str, Any]:
+    out: dict[str, Any] = {"tokens": [[] for _ in ids], "trees": [], "lengths": []}
+    options = {"temperature": temperature, "seed": [11 + i for i in range(len(ids))], "with_tree": True}
+    for chunk in ddtree_jax.stream(engine, ids, NEW_TOKENS, algorithm, budget, **options):
+        out["tokens"][chunk.index] += chunk.token_ids
+        if chunk.tree is not None:
+            row = chunk.tree.batch_index
+            tree, path = chunk.tree.tree, chunk.tree.path
+            out["trees"].append([chunk.index, tree.token_ids[row].tolist(), tree.parents[row].tolist()])
+            out["lengths"].append(int(path.length[row]))
+    return out
+
+
+def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    root = folder / case["target"].replace(" ", "-")
+    if not root.exists():
+        write_pair(root, case["target"])
+    mesh = make_mesh(case["mesh"])
+    engine = ddtree_jax.load(root / "target", root / "drafter", dtype="float32", mesh=mesh)
+    opened = open_target(root / "target", dtype="float32", mesh=mesh)
+    opened_drafter = open_drafter(root / "drafter", opened.config, dtype="float32", mesh=mesh)
+    out: dict[str, Any] = {
+        "target": placed(engine.target, opened),
+        "drafter": placed(engine.drafter, opened_drafter),
+        "runs": [],
+        "again": 0,
+    }
+    for algorithm, budget, temperature in case["runs"]:
+        vocab = opened.config.vocab_size
+        out["runs"].append(stream(engine, prompts(case["batch"], 0, vocab), algorithm, budget, temperature))
+        before = programs()
+        stream(engine, prompts(case["batch"], 1, vocab), algorithm, budget, temperature)
+        out["again"] += programs() - before
+    out["programs"] = programs()
+    if case.get("loop"):  # the device loop of `generate` instead of rounds one by one
+        results = ddtree_jax.generate(engine, prompts(case["batch"], 0, vocab), NEW_TOKENS, "ddtree", 6)
+        out["loop"] = [result.token_ids for result in results]
+        before = programs()
+        ddtree_jax.generate(engine, prompts(case["batch"], 1, vocab), NEW_TOKENS, "ddtree", 6)
+        out["again"] += programs() - before
+    return out
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_threefry_partitionable", True)
+    jax.config.update("jax_compilation_cache_dir", request["cache"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    results = [run_case(Path(request["folder"]), case) for case in request["cases"]]
+    print(json.dumps({"devices": jax.device_count(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
