@@ -1,4 +1,4 @@
-"""The command line: `ddtree-jax generate | bench | doctor`.
+"""The command line: `ddtree-jax generate | bench | doctor | convert`.
 
 Exit status: 0 done; 2 bad usage or input, with exactly one line on stderr; 1 a fault of the program, with its
 traceback; 130 interrupted; 141 the reader of stdout went away.
@@ -104,13 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_convert(commands)
     return parser
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="DIR", help="HF-format target folder (default: the shipped pair)")
-    group.add_argument("--drafter", metavar="DIR", help="HF-format drafter folder for that target")
+    group.add_argument("--target", metavar="DIR", help="target folder or repository id (default: the shipped pair)")
+    group.add_argument("--drafter", metavar="DIR", help="drafter folder or repository id, for that target")
     group.add_argument(
         "--dtype",
         default="auto",
@@ -206,6 +207,21 @@ def _add_doctor(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run_doctor)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        allow_abbrev=False,
+        help="write a model so that it loads faster",
+        description=(
+            "Loads a target, or a pair, and writes it as Orbax checkpoints in the layout of its parameters: OUTPUT, or "
+            "OUTPUT/target and OUTPUT/drafter. They load as any folder does, on any number of devices."
+        ),
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make; new, or empty")
+    _add_engine_options(parser)
+    parser.set_defaults(run=_run_convert)
 
 
 def _budget(text: str) -> int | str:
@@ -371,3 +387,19 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     report = doctor.examine()
     print(json.dumps(report.to_dict()) if arguments.json else report.text())
     return OK if report.healthy else FAULT
+
+
+def _run_convert(arguments: argparse.Namespace) -> int:
+    from ddtree_jax import converted
+
+    target = "demo" if arguments.target is None else arguments.target
+    done = converted.convert(
+        target,
+        arguments.drafter,
+        arguments.output,
+        dtype=arguments.dtype,
+        progress=_progress(arguments.progress),
+    )
+    for one in done:
+        print(one.line())
+    return OK
