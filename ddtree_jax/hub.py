@@ -69,9 +69,11 @@ def resolve(name: str | Path) -> Path:
         ) from None
     missing = missing_file(folder)
     if missing is not None:
+        # Where the hub cannot be reached, the package hands out what its cache has.
         raise CheckpointError(
-            f"{repository}: the repository, as downloaded to {folder}, has no {missing}; expected config.json and "
-            "safetensors of a GLM-5 target or a DFlash drafter"
+            f"{repository}: no such folder, and its snapshot {folder} has no {missing}: the repository is no whole "
+            "model, or the cache holds a part of it and the hub cannot be reached (offline, or HF_HUB_OFFLINE is set); "
+            f"go online, {by_hand}"
         )
     return folder
 

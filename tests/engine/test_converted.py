@@ -167,6 +167,19 @@ def test_leaves_larger_than_a_tile_come_back_whole(pair, tmp_path, small_pieces,
     assert pieces["head", "kernel"] > 1 and sum(count > 2 for count in pieces.values()) >= 5, pieces
 
 
+def test_chunks_are_runs_of_memory(tmp_path, monkeypatch):
+    """All axes before the one that is cut have one element in a chunk, all axes after it are whole."""
+    monkeypatch.setattr(orbax_files, "CHUNK_BYTES", 4096)
+    shapes = {("stacked",): (3, 4, 32, 2, 16), ("deep",): (5, 64, 512), ("small",): (3, 5), ("flat",): (100_000,)}
+    orbax_files.write_leaves(tmp_path, {path: jax.numpy.zeros(shape) for path, shape in shapes.items()})
+    leaves = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    for path, store in orbax_files._open_stores(tmp_path, leaves).items():
+        chunk, shape = store.chunk_layout.read_chunk.shape, shapes[path]
+        cut = next((axis for axis in range(len(shape)) if chunk[axis] > 1), len(shape))
+        assert chunk[cut + 1 :] == shape[cut + 1 :], (path, chunk)
+        assert np.prod(chunk) * 4 <= 4096
+
+
 def test_no_more_than_the_window_is_read_ahead(pair, tmp_path, small_pieces, monkeypatch):
     save_converted(pair[0], tmp_path / "target")
     started, most = [0], [0]
