@@ -1,4 +1,4 @@
-"""The command line: `ddtree-jax generate | bench | doctor`.
+"""The command line: `ddtree-jax generate | bench | doctor | convert`.
 
 Exit status: 0 done; 2 bad usage or input, with exactly one line on stderr; 1 a fault of the program, with its
 traceback; 130 interrupted; 141 the reader of stdout went away.
@@ -16,7 +16,14 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import ddtree_jax
 from ddtree_jax.algorithm import SpeculativeAlgorithm
-from ddtree_jax.cli_engine import add_engine_options, add_model_options, load_engine, mesh_sizes, progress_writer
+from ddtree_jax.cli_engine import (
+    add_engine_options,
+    add_model_options,
+    add_progress_option,
+    load_engine,
+    mesh_sizes,
+    progress_writer,
+)
 from ddtree_jax.errors import CheckpointError, UnsupportedRequestError
 
 if TYPE_CHECKING:
@@ -105,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -196,6 +204,24 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences decoded together; default 1")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run_doctor)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        allow_abbrev=False,
+        help="write a model so that it loads faster, or smaller",
+        description=(
+            "orbax: loads a target, or a pair, and writes it as Orbax checkpoints in the layout of its parameters: "
+            "OUTPUT, or OUTPUT/target and OUTPUT/drafter. They load as any folder does, on any number of devices. "
+            "nvfp4: writes an HF-format target whose routed experts are NVFP4, in the layout of ModelOpt."
+        ),
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make; new, or empty")
+    parser.add_argument("--format", default="orbax", choices=("orbax", "nvfp4"), help="default orbax")
+    add_model_options(parser)
+    add_progress_option(parser)
+    parser.set_defaults(run=_run_convert)
 
 
 def _budget(text: str) -> int | str:
@@ -358,3 +384,26 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     report = doctor.examine()
     print(json.dumps(report.to_dict()) if arguments.json else report.text())
     return OK if report.healthy else FAULT
+
+
+def _run_convert(arguments: argparse.Namespace) -> int:
+    target = "demo" if arguments.target is None else arguments.target
+    progress = progress_writer(arguments.progress)
+    if arguments.format == "nvfp4":
+        if (arguments.drafter, arguments.mesh, arguments.dtype) != (None, None, "auto"):
+            raise _UsageError("argument --format: nvfp4 takes --target and --output alone")
+        from ddtree_jax.engine import pair_names
+        from ddtree_jax.quantise import quantise_target
+
+        print(quantise_target(pair_names(target, None)[0], arguments.output, progress=progress).summary())
+        return OK
+    from ddtree_jax import converted
+
+    sizes = mesh_sizes(arguments)
+    mesh = None if sizes is None else ddtree_jax.make_mesh(*sizes)
+    done = converted.convert(
+        target, arguments.drafter, arguments.output, dtype=arguments.dtype, mesh=mesh, progress=progress
+    )
+    for one in done:
+        print(one.line())
+    return OK

@@ -15,9 +15,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     """Options that say which folders, in what precision, over which devices."""
     group = parser.add_argument_group("models")
     group.add_argument(
-        "--target", metavar="DIR", help="target folder, or demo, demo-nvfp4 (default: demo, the shipped pair)"
+        "--target", metavar="DIR", help="target folder or repository id, demo or demo-nvfp4 (default: demo, shipped)"
     )
-    group.add_argument("--drafter", metavar="DIR", help="drafter folder for that target")
+    group.add_argument("--drafter", metavar="DIR", help="drafter folder or repository id, for that target")
     group.add_argument(
         "--dtype",
         default="auto",
@@ -34,7 +34,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="several hosts: address of process 0")
     group.add_argument("--num-processes", type=int, metavar="N", help="several hosts: how many processes there are")
     group.add_argument("--process-id", type=int, metavar="I", help="several hosts: which one this is; only 0 prints")
-    group.add_argument(
+    add_progress_option(parser)
+
+
+def add_progress_option(parser: argparse.ArgumentParser) -> None:
+    """--progress."""
+    parser.add_argument(
         "--progress",
         action="store_true",
         help="say on stderr what is loading and compiling (default: where stderr is a terminal)",

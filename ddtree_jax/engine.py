@@ -49,6 +49,19 @@ def demo_folder() -> Path:
     return Path(str(importlib.resources.files("ddtree_jax") / DEMO))
 
 
+def pair_names(target: str | Path, drafter: str | Path | None) -> tuple[str | Path, str | Path | None]:
+    """Arguments of `load` with the names of shipped targets replaced by folders; ValueError for what is no name."""
+    for name, value in (("target", target), ("drafter", drafter)):
+        if not isinstance(value, (str, Path)) and not (name == "drafter" and value is None):
+            raise ValueError(f"{name}: got {value!r}, allowed is the path of a folder")
+        if isinstance(value, str) and not value:
+            raise ValueError(f"{name}: got an empty string, allowed is the path of a folder")
+    if target in DEMO_TARGETS:
+        target = demo_folder() / DEMO_TARGETS[target]
+        drafter = demo_folder() / "drafter" if drafter is None else drafter
+    return target, drafter
+
+
 def load(
     target: str | Path = DEMO,
     drafter: str | Path | None = None,
@@ -57,13 +70,13 @@ def load(
     mesh: Any = None,
     progress: Progress | None = None,
 ) -> Engine:
-    """Loads a pair of HF-format folders.
+    """Loads a pair of model folders: HF-format ones, or what `ddtree-jax convert` wrote.
 
     Args:
-      target: a GLM-5 folder; or "demo" for the pair that ships with the package, "demo-nvfp4" for the same pair with
-        the target's routed experts as NVFP4.
-      drafter: a DFlash folder; None serves the algorithm `none` only.
-      dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16".
+      target: a GLM-5 folder; the id `owner/name` of a repository on the Hugging Face hub; "demo" for the pair that
+        ships with the package, "demo-nvfp4" for the same pair with the target's routed experts as NVFP4.
+      drafter: a DFlash folder or repository id; None serves the algorithm `none` only.
+      dtype: "auto" (float32 on CPU, bfloat16 on GPU; what a converted target holds), "float32" or "bfloat16".
       mesh: None for one device, or a mesh from `ddtree_jax.make_mesh`: experts, heads and widths are split over it.
       progress: called with one line of text now and then while weights load.
 
@@ -98,26 +111,18 @@ def open_pair(
     target: str | Path = DEMO, drafter: str | Path | None = None, *, dtype: Any = "auto", mesh: Any = None
 ) -> OpenedPair:
     """Opens what `load` loads, with the same arguments and errors, from configs and headers alone."""
-    for name, value in (("target", target), ("drafter", drafter)):
-        if not isinstance(value, (str, Path)) and not (name == "drafter" and value is None):
-            raise ValueError(f"{name}: got {value!r}, allowed is the path of a folder")
-        if isinstance(value, str) and not value:
-            raise ValueError(f"{name}: got an empty string, allowed is the path of a folder")
-    if target in DEMO_TARGETS:
-        target = demo_folder() / DEMO_TARGETS[target]
-        drafter = demo_folder() / "drafter" if drafter is None else drafter
-    target, drafter = Path(target), None if drafter is None else Path(drafter)
-    tokenizer = Tokenizer.from_folder(target)
+    target, drafter = pair_names(target, drafter)
     opened = open_target(target, dtype=dtype, mesh=mesh)
+    tokenizer = Tokenizer.from_folder(opened.folder)
     size = opened.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > size:
         raise CheckpointError(
-            f"{target}/tokenizer.json: {tokenizer.vocab_size} tokens, the model has vocab_size {size}"
+            f"{opened.folder}/tokenizer.json: {tokenizer.vocab_size} tokens, the model has vocab_size {size}"
         )
     if drafter is None:
         return OpenedPair(opened, None, tokenizer)
-    opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh)
-    _check_mask_token(drafter, opened_drafter.config.mask_token_id, tokenizer)
+    opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh, auto_dtype=opened.dtype)
+    _check_mask_token(opened_drafter.folder, opened_drafter.config.mask_token_id, tokenizer)
     return OpenedPair(opened, opened_drafter, tokenizer)
 
 

@@ -92,13 +92,13 @@ def _box(index: Sequence[int | slice], shape: Sequence[int]) -> Box:
     return tuple(out)
 
 
-def _common(a: Box, b: Box) -> Box | None:
+def common_box(a: Box, b: Box) -> Box | None:
     """Where two boxes overlap, None if nowhere."""
     out = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return None if any(s.start >= s.stop for s in out) else out
 
 
-def _within(box: Box, outer: Box) -> Box:
+def within(box: Box, outer: Box) -> Box:
     """`box`, counted from the corner of `outer`."""
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True))
 
@@ -138,39 +138,52 @@ def load_leaves(
 
 def _load_leaf(leaf: Any, sharding: NamedSharding | None, found: list[Source], meter: Meter) -> jax.Array:
     whole = tuple(slice(0, size) for size in leaf.shape)
-    regions: dict[Box, list[Any]] = defaultdict(list)  # what a device holds -> the devices that hold it
-    if sharding is None:
-        regions[whole].append(None)
-    else:
-        for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-            regions[tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))].append(device)
+    regions = regions_of(leaf.shape, sharding)
     fetched = _Memo(meter)
     buffers: dict[Any, jax.Array] = {}
     pending: list[jax.Array] = []
     for chunk, own in _chunks(whole, found, np.dtype(leaf.dtype).itemsize, _split_order(whole, found)):
-        parts = {region: common for region in regions if (common := _common(chunk, region)) is not None}
+        parts = {region: common for region in regions if (common := common_box(chunk, region)) is not None}
         host = {region: np.empty(_shape(common), leaf.dtype) for region, common in parts.items()}
         for source in own:
             for region, common in parts.items():
-                overlap = _common(source.box, common)
+                overlap = common_box(source.box, common)
                 if overlap is not None:
-                    host[region][_within(overlap, common)] = fetched(source)[_within(overlap, source.box)]
+                    host[region][within(overlap, common)] = fetched(source)[within(overlap, source.box)]
         jax.block_until_ready(pending)  # one chunk in flight: its host copy is still alive
         pending = []
         for region, common in parts.items():
             for device in regions[region]:
-                piece = jax.device_put(host[region], device)
-                if common == region:
-                    buffers[device] = piece
-                else:
-                    if device not in buffers:
-                        buffers[device] = jnp.zeros(_shape(region), leaf.dtype, device=device)
-                    corner = [np.int32(s.start) for s in _within(common, region)]
-                    buffers[device] = _put(buffers[device], piece, *corner)
+                put_piece(buffers, device, region, common, host[region])
                 pending.append(buffers[device])
     if sharding is None:
         return buffers[None]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, list(buffers.values()))
+
+
+def regions_of(shape: Sequence[int], sharding: NamedSharding | None) -> dict[Box, list[Any]]:
+    """What a device holds of an array -> the devices that hold it; `[None]` is the default device."""
+    if sharding is None:
+        return {tuple(slice(0, size) for size in shape): [None]}
+    regions: dict[Box, list[Any]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        regions[tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))].append(device)
+    return regions
+
+
+def put_piece(buffers: dict[Any, jax.Array], device: Any, region: Box, box: Box, values: np.ndarray) -> None:
+    """Sends `values`, the part `box` of an array, to a device that holds its part `region`.
+
+    buffers: device -> what it has so far; made and replaced here.
+    """
+    piece = jax.device_put(values, device)
+    if box == region:
+        buffers[device] = piece
+        return
+    if device not in buffers:
+        buffers[device] = jnp.zeros(_shape(region), values.dtype, device=device)
+    corner = [np.int32(s.start) for s in within(box, region)]
+    buffers[device] = _put(buffers[device], piece, *corner)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -226,10 +239,18 @@ class Meter:
             for entry in (tensor.weight, tensor.scale, tensor.global_scale):
                 if entry is not None:
                     self.left[entry.file] += entry.num_bytes
-        self.name, self.progress = name, progress
+        self.name, self.progress, self.unit = name, progress, "shards"
         self.total, self.shards = sum(self.left.values()), len(self.left)
         self.done = 0
         self.started = self.said = time.perf_counter()
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[Path, int], unit: str, name: str, progress: Progress | None) -> Meter:
+        """A meter of any named parts and their bytes; `unit`: what to call them."""
+        meter = cls([], name, progress)
+        meter.left.update(parts)
+        meter.total, meter.shards, meter.unit = sum(parts.values()), len(parts), unit
+        return meter
 
     def add(self, files: Iterable[tuple[Path, int]]) -> None:
         """Notes that these bytes of these files have been read."""
@@ -251,5 +272,5 @@ class Meter:
         bar = "#" * round(20 * share)
         return (
             f"loading {self.name} [{bar:20}] {100 * share:3.0f} % of {self.total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, "
-            f"{int(left // 60)}:{int(left % 60):02} left, shards {whole}/{self.shards}"
+            f"{int(left // 60)}:{int(left % 60):02} left, {self.unit} {whole}/{self.shards}"
         )

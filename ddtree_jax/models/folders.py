@@ -19,15 +19,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ddtree_jax.checkpoint import save_leaves
 from ddtree_jax.encodings import Stored, find, left_out
 from ddtree_jax.errors import CheckpointError
+from ddtree_jax.hub import resolve
 from ddtree_jax.loading import Meter, Progress, load_leaves
 from ddtree_jax.models.config import DFlashConfig, Glm5Config
 from ddtree_jax.models.dflash import DFlash
-from ddtree_jax.models.glm5 import Glm5, layer_plan
+from ddtree_jax.models.glm5 import Glm5, PackedKernels, layer_plan
 from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT
+from ddtree_jax.models.orbax_files import MANIFEST_NAME, Manifest, leaf_name, read_leaves, read_manifest
 from ddtree_jax.models.pair import Drafter, Target, check_pair, flat_leaves, resolve_dtype
 from ddtree_jax.models.params import TensorSpec, drafter_tensors, packed_kernels, target_tensors
 from ddtree_jax.models.sharding import check_mesh, drafter_dims, leaf_sharding, target_dims
-from ddtree_jax.safetensors_files import CheckpointReader, is_folder, read_json, write_json
+from ddtree_jax.safetensors_files import CheckpointReader, is_folder, read_json, shown, write_json
 
 
 def load_target(
@@ -38,15 +40,17 @@ def load_target(
     progress: Progress | None = None,
     scan: bool = True,
 ) -> Target:
-    """Loads a GLM-5 folder: HF format in any encoding of `encodings.Encoding`, or what `convert` wrote.
+    """Loads a GLM-5 folder: HF format in any encoding of `encodings.Encoding`, or what `ddtree-jax convert` wrote.
 
     Args:
-      path: folder with config.json and safetensors.
-      dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16": of whatever is not packed NVFP4.
+      path: folder with config.json and safetensors, or a converted one; or a repository id `owner/name` of the Hugging
+        Face hub, found in its cache or downloaded (`hub.resolve`).
+      dtype: "auto" (float32 on CPU, bfloat16 on GPU), "float32" or "bfloat16": of whatever is not packed NVFP4. A
+        converted folder has one dtype: "auto" takes it, and another one raises ValueError.
       mesh: None for one device, or a mesh from `make_mesh`; each device reads only its part.
       progress: called with a line of text now and then.
       scan: whether layers of one kind run as a loop, so that compile time does not grow with depth; False unrolls
-        them, which trains faster and decodes slower.
+        them, which trains faster and decodes slower. A converted folder keeps the layout that it was saved with.
 
     Raises:
       CheckpointError: what is missing or does not fit, before any device work.
@@ -67,12 +71,11 @@ def load_drafter(
     Raises `CheckpointError` if the drafter was made for another target: tap layers, width, vocabulary, mask token;
     ValueError on a mesh that is not the target's.
     """
-    chosen = target.dtype if isinstance(dtype, str) and dtype == "auto" else dtype
     if mesh is None:
         mesh = target.mesh
     elif check_mesh(mesh) != target.mesh:
         raise ValueError(f"mesh: got {mesh!r}, allowed are None and the target's, which is {target.mesh!r}")
-    return open_drafter(path, target.config, dtype=chosen, mesh=mesh).read(progress)
+    return open_drafter(path, target.config, dtype=dtype, mesh=mesh, auto_dtype=target.dtype).read(progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,9 @@ class Opened:
     specs: the name map.
     build: makes the module, given `rngs`; its arguments are hashable.
     shard: (leaf path, shape) -> its sharding; None without a mesh.
+    dtype: of whatever is neither packed nor always float32.
     ignored: what the folder holds beside the weights, in words.
+    converted: the manifest of a converted folder, which has no `stored` tensors; None: an HF folder.
     """
 
     config: Glm5Config | DFlashConfig
@@ -94,7 +99,9 @@ class Opened:
     build: functools.partial
     mesh: Mesh | None
     shard: Callable[[tuple, tuple[int, ...]], NamedSharding] | None
+    dtype: jnp.dtype
     ignored: str = ""
+    converted: Manifest | None = None
 
     @functools.cached_property
     def abstract(self) -> tuple[nnx.GraphDef, Any]:
@@ -118,6 +125,8 @@ class Opened:
 
     @property
     def bytes_on_disk(self) -> int:
+        if self.converted is not None:
+            return self.converted.bytes_on_disk
         return sum(tensor.num_bytes for tensor in self.stored.values())
 
     def bytes_per_device(self) -> int:
@@ -133,10 +142,16 @@ class Opened:
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError(f"mesh: got {self.mesh!r}, allowed is a mesh of devices that are here")
         say = progress or (lambda message: None)
-        say(f"loading {self.folder.name}: {len(self.stored)} tensors{self.ignored}")
         graphdef, params = self.abstract
-        meter = Meter(self.stored.values(), self.folder.name, progress)
-        arrays = load_leaves(self.specs(), self.stored, flat_leaves(params), self.shardings, meter)
+        name, leaves = self.folder.name, self.leaves
+        if self.converted is None:
+            say(f"loading {name}: {len(self.stored)} tensors{self.ignored}")
+            meter = Meter(self.stored.values(), name, progress)
+            arrays = load_leaves(self.specs(), self.stored, flat_leaves(params), self.shardings, meter)
+        else:
+            say(f"loading {name}: {len(leaves)} arrays of a converted checkpoint")
+            parts = {Path(leaf_name(path)): leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
+            arrays = read_leaves(self.folder, leaves, Meter.of_parts(parts, "arrays", name, progress))
         say(f"loaded {self.folder.name}: {sum(a.nbytes for a in arrays.values()) / 1e6:.1f} MB")
         return self.kind(self.config, graphdef, with_arrays(params, arrays), self.folder, self.mesh)
 
@@ -165,14 +180,22 @@ def with_arrays(params: Any, arrays: Mapping[tuple, jax.Array]) -> Any:
 def open_target(path: str | Path, *, dtype: Any = "auto", mesh: Mesh | None = None, scan: bool = True) -> Opened:
     """Checks a target folder as `load_target` does and reads no weights."""
     mesh = check_mesh(mesh)
-    resolved, folder = resolve_dtype(dtype), Path(path)
-    _require_folder(folder)
+    resolved, folder = resolve_dtype(dtype), _model_folder(path)
+    converted = read_manifest(folder)
     config = read_target_config(folder)
-    reader = CheckpointReader(folder)
-    # Lazily: the first tensor that is missing tells before a wrong config becomes a long list.
-    stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in target_tensors(config)}
-    packed = packed_kernels(config, lambda name: stored[name].is_nvfp4)
-    return Opened(
+    stored: dict[str, Stored] = {}
+    ignored = ""
+    if converted is None:
+        reader = CheckpointReader(folder)
+        # Lazily: the first tensor that is missing tells before a wrong config becomes a long list.
+        stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in target_tensors(config)}
+        packed = packed_kernels(config, lambda name: stored[name].is_nvfp4)
+        ignored = _ignored(reader, stored, config.num_hidden_layers)
+    else:
+        converted.check_kind(folder, "target")
+        resolved, packed, scan = converted.check_dtype(folder, dtype), converted.packed, converted.scan
+        _check_packed(folder, config, packed)
+    opened = Opened(
         config=config,
         folder=folder,
         kind=Target,
@@ -181,23 +204,46 @@ def open_target(path: str | Path, *, dtype: Any = "auto", mesh: Mesh | None = No
         build=functools.partial(Glm5, config, dtype=resolved, scan=scan, packed=packed, mesh=mesh),
         mesh=mesh,
         shard=None if mesh is None else target_sharding(config, mesh),
-        ignored=_ignored(reader, stored, config.num_hidden_layers),
+        dtype=resolved,
+        ignored=ignored,
+        converted=converted,
     )
+    if converted is not None:
+        converted.check_leaves(folder, opened.leaves)
+    return opened
 
 
-def open_drafter(path: str | Path, target: Glm5Config, *, dtype: Any = "auto", mesh: Mesh | None = None) -> Opened:
-    """Checks a drafter folder, and that it fits the target, as `load_drafter` does, and reads no weights."""
+def open_drafter(
+    path: str | Path,
+    target: Glm5Config,
+    *,
+    dtype: Any = "auto",
+    mesh: Mesh | None = None,
+    auto_dtype: Any = "auto",
+) -> Opened:
+    """Checks a drafter folder, and that it fits the target, as `load_drafter` does, and reads no weights.
+
+    auto_dtype: what "auto" means for an HF folder: the target's dtype, if that is known.
+    """
     mesh = check_mesh(mesh)
-    resolved, folder = resolve_dtype(dtype), Path(path)
-    _require_folder(folder)
+    auto = isinstance(dtype, str) and dtype == "auto"
+    resolved, folder = resolve_dtype(auto_dtype if auto else dtype), _model_folder(path)
+    converted = read_manifest(folder)
     config = with_context(folder, DFlashConfig.from_hf)
     check_pair(config, target, str(folder))
-    reader = CheckpointReader(folder)
-    _no_own_head(folder, reader)
-    _no_unused_parts(config, reader)
     specs = functools.partial(drafter_tensors, config, target.hidden_size)
-    stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in specs()}
-    return Opened(
+    stored: dict[str, Stored] = {}
+    ignored = ""
+    if converted is None:
+        reader = CheckpointReader(folder)
+        _no_own_head(folder, reader)
+        _no_unused_parts(config, reader)
+        stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in specs()}
+        ignored = _ignored(reader, stored, config.num_hidden_layers)
+    else:
+        converted.check_kind(folder, "drafter")
+        resolved = converted.check_dtype(folder, dtype)
+    opened = Opened(
         config=config,
         folder=folder,
         kind=Drafter,
@@ -206,8 +252,30 @@ def open_drafter(path: str | Path, target: Glm5Config, *, dtype: Any = "auto", m
         build=functools.partial(DFlash, config, dtype=resolved, target_hidden_size=target.hidden_size),
         mesh=mesh,
         shard=None if mesh is None else drafter_sharding(config, mesh),
-        ignored=_ignored(reader, stored, config.num_hidden_layers),
+        dtype=resolved,
+        ignored=ignored,
+        converted=converted,
     )
+    if converted is not None:
+        converted.check_leaves(folder, opened.leaves)
+    return opened
+
+
+def _check_packed(folder: Path, config: Glm5Config, packed: PackedKernels | None) -> None:
+    """What a manifest says of packing must be sayable of this network before one is built by it."""
+    names = () if packed is None else packed.layers
+    can = packed_kernels(config, lambda name: True)
+    if packed is not None and len(names) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"{folder / MANIFEST_NAME}: packed: found {len(names)} layers, config.json has {config.num_hidden_layers}"
+        )
+    for layer, (own, allowed) in enumerate(zip(names, can.layers, strict=False)):
+        unknown = next((name for name in own if name not in allowed), None)
+        if unknown is not None or list(own) != sorted(set(own)):
+            raise CheckpointError(
+                f"{folder / MANIFEST_NAME}: packed: layer {layer} has {shown(list(own))}, expected some of "
+                f"{', '.join(allowed)}, in this order"
+            )
 
 
 def target_sharding(config: Glm5Config, mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
@@ -227,11 +295,16 @@ def save_target(target: Target, folder: str | Path, *, dtype: Any = jnp.bfloat16
     Kernels that are packed are written as they are, in the ModelOpt layout.
     """
     folder, config = Path(folder), target.config
-    module = target.module()
-    scan = module.plan == layer_plan(config, packed=module.packed)
-    specs = target_tensors(config, scan=scan, packed=module.packed)
+    scan, packed = layout_of(target)
+    specs = target_tensors(config, scan=scan, packed=packed)
     save_leaves(folder, specs, flat_leaves(target.params), dtype=jnp.dtype(dtype))
     write_target_config(config, folder, dtype)
+
+
+def layout_of(target: Target) -> tuple[bool, PackedKernels | None]:
+    """(whether layers of one kind are stacked, which kernels are packed): what decides where leaves lie."""
+    module = target.module()
+    return module.plan == layer_plan(target.config, packed=module.packed), module.packed
 
 
 def write_target_config(config: Glm5Config, folder: Path, dtype: Any) -> None:
@@ -290,9 +363,12 @@ def _no_unused_parts(config: DFlashConfig, reader: CheckpointReader) -> None:
                 )
 
 
-def _require_folder(folder: Path) -> None:
+def _model_folder(name: str | Path) -> Path:
+    """The folder of a path or of a repository id."""
+    folder = resolve(name)
     if not is_folder(folder):
         raise CheckpointError(f"{folder}: no such folder; expected an HF-format checkpoint folder")
+    return folder
 
 
 def with_context(folder: Path, parse: Callable[[Any], Any]) -> Any:
