@@ -140,7 +140,9 @@ def examine_folders(
 def _folder(opened: "Opened") -> tuple[tuple[str, str], ...]:
     kinds: dict[str, int] = collections.Counter(tensor.encoding.value for tensor in opened.stored.values())
     encodings = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    parameters = sum(math.prod(tensor.shape) for tensor in opened.stored.values())
+    if opened.converted is not None:
+        encodings = f"converted, {len(opened.leaves)} arrays in {opened.dtype.name}"
+    parameters = sum(math.prod(spec.shape) for spec in opened.specs())
     name = opened.kind.__name__.lower()
     return (
         (name, str(opened.folder)),

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from ddtree_jax.models.params import Part, TensorSpec, View, as_stored
 Progress = Callable[[str], None]
 Box = tuple[slice, ...]
 
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = 256 * 2**20
+FLIGHT_BYTES = 512 * 2**20  # of host copies that devices have not taken yet
+BLOCK = 128  # elements: the side of a block that is transposed at a time
+THREADS = min(16, os.cpu_count() or 1)
 PROGRESS_SECONDS = 1.0
 
 
@@ -130,35 +135,100 @@ def load_leaves(
     for path, leaf in leaves.items():
         filled = sum(math.prod(_shape(source.box)) for source in by_leaf[path])
         assert filled == math.prod(leaf.shape), f"the name map leaves {path} partly unset"
-    return {
-        path: _load_leaf(leaf, None if shardings is None else shardings[path], by_leaf[path], meter or Meter([]))
-        for path, leaf in leaves.items()
-    }
+    with ThreadPoolExecutor(THREADS) as pool:
+        loader = _Loader(meter or Meter([]), pool)
+        return {
+            path: loader.leaf(leaf, None if shardings is None else shardings[path], by_leaf[path])
+            for path, leaf in leaves.items()
+        }
 
 
-def _load_leaf(leaf: Any, sharding: NamedSharding | None, found: list[Source], meter: Meter) -> jax.Array:
-    whole = tuple(slice(0, size) for size in leaf.shape)
-    regions = regions_of(leaf.shape, sharding)
-    fetched = _Memo(meter)
-    buffers: dict[Any, jax.Array] = {}
-    pending: list[jax.Array] = []
-    for chunk, own in _chunks(whole, found, np.dtype(leaf.dtype).itemsize, _split_order(whole, found)):
-        parts = {region: common for region in regions if (common := common_box(chunk, region)) is not None}
-        host = {region: np.empty(_shape(common), leaf.dtype) for region, common in parts.items()}
-        for source in own:
-            for region, common in parts.items():
-                overlap = common_box(source.box, common)
-                if overlap is not None:
-                    host[region][within(overlap, common)] = fetched(source)[within(overlap, source.box)]
-        jax.block_until_ready(pending)  # one chunk in flight: its host copy is still alive
-        pending = []
-        for region, common in parts.items():
-            for device in regions[region]:
+class _Loader:
+    """Fills leaves one after the other; what is on its way to a device, in host memory, stays below FLIGHT_BYTES."""
+
+    def __init__(self, meter: Meter, pool: ThreadPoolExecutor):
+        self.meter, self.pool = meter, pool
+        self.flight: deque[tuple[int, list[jax.Array]]] = deque()
+        self.fetched: tuple[Source, np.ndarray] | None = None  # several chunks may need the same tensor in a row
+
+    def leaf(self, leaf: Any, sharding: NamedSharding | None, found: list[Source]) -> jax.Array:
+        whole = tuple(slice(0, size) for size in leaf.shape)
+        regions = regions_of(leaf.shape, sharding)
+        buffers: dict[Any, jax.Array] = {}
+        dtype = np.dtype(leaf.dtype)
+        for chunk, own in _chunks(whole, found, dtype.itemsize, _split_order(whole, found)):
+            parts = {region: common for region in regions if (common := common_box(chunk, region)) is not None}
+            num_bytes = sum(math.prod(_shape(common)) for common in parts.values()) * dtype.itemsize
+            self._wait(num_bytes)
+            host = {region: np.empty(_shape(common), dtype) for region, common in parts.items()}
+            self._fill(host, parts, own)
+            pieces = [
                 put_piece(buffers, device, region, common, host[region])
-                pending.append(buffers[device])
-    if sharding is None:
-        return buffers[None]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, list(buffers.values()))
+                for region, common in parts.items()
+                for device in regions[region]
+            ]
+            self.flight.append((num_bytes, pieces))
+        self.fetched = None
+        if sharding is None:
+            return buffers[None]
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, list(buffers.values()))
+
+    def _wait(self, num_bytes: int) -> None:
+        """Until so many more bytes may be on their way."""
+        while self.flight and sum(waiting for waiting, _ in self.flight) + num_bytes > FLIGHT_BYTES:
+            jax.block_until_ready(self.flight.popleft()[1])
+
+    def _fill(self, host: dict[Box, np.ndarray], parts: dict[Box, Box], own: list[Source]) -> None:
+        """Copies, by several threads: transposing is what takes the time."""
+        if len(own) > 1:
+            self.fetched = None
+            list(self.pool.map(lambda source: self._copy(host, parts, source, source.fetch(), source.box), own))
+        else:
+            (source,) = own
+            if self.fetched is None or self.fetched[0] is not source:
+                self.fetched = None  # first: two tensors at a time would break the bound on host memory
+                self.fetched = (source, source.fetch())
+            values = self.fetched[1]
+            list(self.pool.map(lambda box: self._copy(host, parts, source, values, box), _panels(source)))
+        for source in own:
+            self.meter.add(source.files)
+
+    def _copy(
+        self, host: dict[Box, np.ndarray], parts: dict[Box, Box], source: Source, values: np.ndarray, box: Box
+    ) -> None:
+        for region, common in parts.items():
+            overlap = common_box(box, common)
+            if overlap is None:
+                continue
+            target, data = host[region][within(overlap, common)], values[within(overlap, source.box)]
+            if target.dtype == data.dtype:  # as integers: numpy copies those without the interpreter's lock
+                bits = np.dtype(f"u{target.dtype.itemsize}")
+                target, data = target.view(bits), data.view(bits)
+            _copy_transposed(target, data)
+
+
+def _copy_transposed(target: np.ndarray, data: np.ndarray) -> None:
+    """`target[...] = data`, in blocks that fit the processor's cache where the two run along different axes."""
+    runs = [stride if size > 1 else math.inf for stride, size in zip(data.strides, data.shape, strict=True)]
+    axis, last = int(np.argmin(runs)) if runs else 0, data.ndim - 1
+    if data.ndim < 2 or axis == last or 0 in data.strides:
+        target[...] = data
+        return
+    index = [slice(None)] * data.ndim
+    for at in range(0, data.shape[axis], BLOCK):
+        index[axis] = slice(at, at + BLOCK)
+        for start in range(0, data.shape[last], BLOCK):
+            index[last] = slice(start, start + BLOCK)
+            target[tuple(index)] = data[tuple(index)]
+
+
+def _panels(source: Source) -> Iterator[Box]:
+    """A source in THREADS boxes of whole rows of its file."""
+    axis = 0 if source.by_rows else len(source.box) - 1
+    start, stop = source.box[axis].start, source.box[axis].stop
+    step = max(1, -(-(stop - start) // THREADS))
+    for at in range(start, stop, step):
+        yield (*source.box[:axis], slice(at, min(at + step, stop)), *source.box[axis + 1 :])
 
 
 def regions_of(shape: Sequence[int], sharding: NamedSharding | None) -> dict[Box, list[Any]]:
@@ -171,40 +241,26 @@ def regions_of(shape: Sequence[int], sharding: NamedSharding | None) -> dict[Box
     return regions
 
 
-def put_piece(buffers: dict[Any, jax.Array], device: Any, region: Box, box: Box, values: np.ndarray) -> None:
+def put_piece(buffers: dict[Any, jax.Array], device: Any, region: Box, box: Box, values: np.ndarray) -> jax.Array:
     """Sends `values`, the part `box` of an array, to a device that holds its part `region`.
 
-    buffers: device -> what it has so far; made and replaced here.
+    buffers: device -> what it has so far; made and replaced here. Returns the piece: once that is ready, `values` are
+    no longer needed.
     """
     piece = jax.device_put(values, device)
     if box == region:
         buffers[device] = piece
-        return
+        return piece
     if device not in buffers:
         buffers[device] = jnp.zeros(_shape(region), values.dtype, device=device)
     corner = [np.int32(s.start) for s in within(box, region)]
     buffers[device] = _put(buffers[device], piece, *corner)
+    return piece
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(buffer: jax.Array, piece: jax.Array, *corner: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(buffer, piece, corner)
-
-
-class _Memo:
-    """Fetches sources, remembering the last one: several chunks of a leaf may need the same tensor in a row."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-        self.source: Source | None = None
-        self.values: np.ndarray | None = None
-
-    def __call__(self, source: Source) -> np.ndarray:
-        if source is not self.source:
-            self.values = None  # first: two tensors at a time would break the bound on host memory
-            self.source, self.values = source, source.fetch()
-            self.meter.add(source.files)
-        return self.values
 
 
 def _split_order(whole: Box, found: list[Source]) -> list[int]:

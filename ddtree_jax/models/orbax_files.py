@@ -411,16 +411,15 @@ class _Placed:
 
     def add(self, box: Box, values: np.ndarray) -> list[jax.Array]:
         """Sends a tile to every device that holds a part of it; returns what must be awaited."""
-        changed = []
+        sent = []
         for region, devices in self.regions.items():
             common = common_box(box, region)
             if common is None:
                 continue
             piece = values[within(common, box)]
             for device in devices:
-                put_piece(self.buffers, device, region, common, piece)
-                changed.append(self.buffers[device])
-        return changed
+                sent.append(put_piece(self.buffers, device, region, common, piece))
+        return sent
 
     def array(self) -> jax.Array:
         if self.leaf.sharding is None:
