@@ -109,8 +109,8 @@ def test_every_direct_dependency_is_pinned_within_its_range():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {"cuda", "serving", "viz", "dev"}
-    for text in project["dependencies"] + extras["dev"] + extras["viz"]:
+    assert set(extras) == {"cuda", "serving", "viz", "hub", "dev"}
+    for text in project["dependencies"] + extras["dev"] + extras["viz"] + extras["hub"]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins()[requirement.name]), text
 
