@@ -3,8 +3,9 @@
     python benchmarks/full_size.py [--targets GLM-5,GLM-5.2] [--meshes 2x4,1x8] [--context 32768] [--json FILE]
 
 No weights, no caches, no accelerator: parameters (routed experts NVFP4, the rest bfloat16), caches and tokens are
-shapes with placements. Told are seconds to compile, peak host memory, bytes on each device, and collectives that move
-a weight or a cache, of which a good placement has none. Each pair of target and mesh runs in a process of its own.
+shapes with placements. Told are seconds to compile, peak host memory, bytes on each device, and what a good program
+has none of: collectives that move a weight or a cache, and copies of a layer's packed experts. Each pair of target
+and mesh runs in a process of its own.
 """
 
 import argparse
@@ -21,23 +22,26 @@ from pathlib import Path
 from typing import Any
 
 DEVICES = 8
-LARGE = 64 * 2**20  # bytes from which a collective is listed
 SECONDS, HOST_GIB = 120, 12  # targets for prefill and one round
 ITEM_BYTES = {
     **{"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2},
     **{"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8},
 }
+PASSED_ON = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")  # move nothing
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default="GLM-5,GLM-5.2", help="published names, or paths of config.json")
-    parser.add_argument("--drafter", help="config.json of a DFlash drafter; default: the sizes of GLM-5.3-DFlash2")
+    parser.add_argument(
+        "--drafter", default="dflash2", help="dflash2: GLM-5.3-DFlash2; dflash: the same sizes as v1; or a config.json"
+    )
     parser.add_argument("--meshes", default="2x4,1x8", help=f"expert x tensor, {DEVICES} devices each: 1x8, 2x4, 8x1")
     parser.add_argument("--context", type=int, default=32768, help="cache slots of a sequence")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--budget", type=int, default=32, help="tree nodes")
+    parser.add_argument("--large", type=int, default=64 * 2**20, help="bytes from which a move is listed")
     parser.add_argument("--json", help="also write the numbers here")
     parser.add_argument("--hlo", help="folder for the compiled programs as text")
     return parser.parse_args()
@@ -77,9 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     name, mesh = args.targets, args.meshes
     values = published.TARGETS[name] if name in published.TARGETS else json.loads(Path(name).read_text())
     config = Glm5Config.from_hf(values)
-    values = (
-        v1_drafter(published.GLM_5_3_DFLASH2) if args.drafter is None else json.loads(Path(args.drafter).read_text())
-    )
+    values = drafter_values(args.drafter, published.GLM_5_3_DFLASH2)
     started = time.perf_counter(), user_seconds()
     expert, tensor = (int(n) for n in mesh.split("x"))
     target = abstract.describe_target(
@@ -98,13 +100,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     programs = {}
     for program, lower in lowering.items():
-        programs[program], text = compiled(lower)
+        programs[program], text = compiled(lower, args.large)
         programs[program]["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if args.hlo:
             Path(args.hlo, f"{Path(name).stem}_{mesh}_{program}.txt").write_text(text)
     both = [programs["prefill_chunk"], programs["round_step"]]
     result = {
-        **{"target": name, "mesh": mesh, "context": args.context, "batch": args.batch, "budget": args.budget},
+        **{
+            "target": name,
+            "drafter": args.drafter,
+            "mesh": mesh,
+            "context": args.context,
+            "batch": args.batch,
+            "budget": args.budget,
+        },
         "describe_seconds": described[0],
         "prefill_and_round": {
             "seconds": described[0] + sum(p["lower_seconds"] + p["compile_seconds"] for p in both),
@@ -123,11 +132,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def v1_drafter(values: dict[str, Any]) -> dict[str, Any]:
-    """A DFlash v1 config of the same sizes: without convolutions and without a selector."""
-    kept = ("block_size", "mask_token_id", "target_layer_ids")
-    nested = {key: values["dflash_config"][key] for key in kept}
-    return values | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+def drafter_values(choice: str, dflash2: dict[str, Any]) -> dict[str, Any]:
+    """The drafter's config.json: published, the same sizes without convolutions and selector, or a file."""
+    if choice == "dflash2":
+        return dflash2
+    if choice == "dflash":
+        nested = {key: dflash2["dflash_config"][key] for key in ("block_size", "mask_token_id", "target_layer_ids")}
+        return dflash2 | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+    return json.loads(Path(choice).read_text())
 
 
 def user_seconds() -> float:
@@ -145,15 +157,15 @@ def sizes(tree: Any) -> dict[str, int]:
     return {"in_all": whole, "per_device": part}
 
 
-def compiled(lower: Any) -> tuple[dict[str, Any], str]:
-    """Lowers and compiles one program: seconds, bytes on a device, large collectives; and its text."""
+def compiled(lower: Any, large: int) -> tuple[dict[str, Any], str]:
+    """Lowers and compiles one program: seconds, bytes on a device, large moves; and its text."""
     user, start = user_seconds(), time.perf_counter()
     lowered = lower()
     middle = time.perf_counter()
     program = lowered.compile()
     end = time.perf_counter()
     memory, text = program.memory_analysis(), program.as_text()
-    collectives, widened = large_results(text)
+    moves, widened = large_moves(text, large)
     numbers = {
         "lower_seconds": middle - start,
         "compile_seconds": end - middle,
@@ -164,17 +176,18 @@ def compiled(lower: Any) -> tuple[dict[str, Any], str]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "widened_scale_bytes": widened,
         "hlo_lines": text.count("\n"),
-        "large_collectives": collectives,
+        "large_moves": moves,
     }
     return numbers, text
 
 
-def large_results(text: str) -> tuple[list[str], int]:
-    """From a compiled program: collectives of LARGE bytes or more, and the bytes of float16 copies.
+def large_moves(text: str, large: int) -> tuple[list[str], int]:
+    """From a compiled program: what moves `large` bytes or more and should not, and the bytes of float16 copies.
 
-    Nothing in these models is float16: the CPU compiler widens float8 scales to it, whole stacks before a loop. No
-    accelerator with float8 does that, so those bytes of its temporaries mean nothing there. It also widens bfloat16
-    collectives to float32, so that the bytes of those are up to twice what an accelerator would move.
+    Listed are collectives, and copies of NVFP4 codes, which alone are uint8. Nothing in these models is float16: the
+    CPU compiler widens float8 scales to it, whole stacks before a loop. No accelerator with float8 does that, so those
+    bytes of its temporaries mean nothing there. It also widens bfloat16 collectives to float32, so that the bytes of
+    those are up to twice what an accelerator would move.
     """
     found, widened, inside = [], 0, ""
     for line in text.splitlines():
@@ -182,7 +195,7 @@ def large_results(text: str) -> tuple[list[str], int]:
         if header:
             inside = header[1]
         result = re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(", line)
-        if not result or "fused" in inside or "wrapped" in inside:
+        if not result or "fused" in inside or "wrapped" in inside or result[2] in PASSED_ON:
             continue
         shape, operation = result[1], result[2].removesuffix("-start")
         parts = [
@@ -190,9 +203,9 @@ def large_results(text: str) -> tuple[list[str], int]:
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)
         ]
         size = sum(n for _, n in parts)
-        if operation in COLLECTIVES and size >= LARGE:
-            found.append(f"{operation} {shape} ({size / 1e6:.0f} MB)")
-        if operation in ("fusion", "convert") and size >= LARGE:
+        if size >= large and (operation in COLLECTIVES or any(dtype == "u8" for dtype, _ in parts)):
+            found.append(f"{operation} {shape} ({size / 1e6:.1f} MB)")
+        if size >= large:
             widened += sum(n for dtype, n in parts if dtype == "f16")
     return found, widened
 
@@ -201,12 +214,11 @@ def print_result(result: dict[str, Any]) -> None:
     mesh, both = result["mesh"], result["prefill_and_round"]
     print(
         f"\n{result['target']}, mesh {mesh} (expert x tensor), {result['batch']} x {result['context']} tokens, "
-        f"ddtree budget {result['budget']}"
+        f"ddtree budget {result['budget']}, drafter {result['drafter']}"
     )
     for what, size in result["bytes"].items():
-        print(
-            f"  {what.replace('_', ' '):14} {size['in_all'] / 1e9:8.2f} GB in all, {size['per_device'] / 1e9:7.2f} GB a device"
-        )
+        whole, part = size["in_all"] / 1e9, size["per_device"] / 1e9
+        print(f"  {what.replace('_', ' '):14} {whole:8.2f} GB in all, {part:7.2f} GB a device")
     header = ("program", "lower s", "compile s", "user s", "args GB", "out GB", "temps GB", "f8->f16 GB", "HLO lines")
     print("  " + "  ".join(f"{cell:>13}" if i == 0 else f"{cell:>10}" for i, cell in enumerate(header)))
     for name, p in result["programs"].items():
@@ -214,7 +226,7 @@ def print_result(result: dict[str, Any]) -> None:
         keys = ("argument_bytes", "output_bytes", "temporary_bytes", "widened_scale_bytes")
         sizes = [f"{p[key] / 1e9:10.2f}" for key in keys]
         print("  " + "  ".join([f"{name:>13}", *seconds, *sizes, f"{p['hlo_lines']:10}"]))
-        for line in p["large_collectives"]:
+        for line in p["large_moves"]:
             print(f"    LARGE: {line}")
     gib = both["peak_host_bytes"] / 2**30
     print(

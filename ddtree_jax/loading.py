@@ -90,11 +90,11 @@ def _fetch(member: _Member, view: View, shape: tuple[int, ...]) -> Callable[[], 
 
 def _box(index: Sequence[int | slice], shape: Sequence[int]) -> Box:
     """The index of a part as one slice an axis of the leaf."""
-    out = []
-    for axis, size in enumerate(shape):
-        at = index[axis] if axis < len(index) else slice(None)
-        out.append(slice(at, at + 1) if isinstance(at, int) else slice(*at.indices(size)[:2]))
-    return tuple(out)
+    given = (
+        slice(at, at + 1) if isinstance(at, int) else slice(*at.indices(size)[:2])
+        for at, size in zip(index, shape, strict=False)
+    )
+    return (*given, *(slice(0, size) for size in shape[len(index) :]))
 
 
 def common_box(a: Box, b: Box) -> Box | None:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import mmap
 import os
 import stat
 import struct
@@ -179,11 +180,16 @@ def map_tensor(entry: TensorEntry) -> np.ndarray:
         out.flags.writeable = False
         return out
     try:
-        # Bytes first, then a view: the offsets need not be multiples of the item's size.
-        data = np.memmap(entry.file, np.uint8, "r", entry.start, (entry.num_bytes,))
+        # Not np.memmap, which resolves the path at every call: a checkpoint can have a quarter of a million tensors.
+        skipped = entry.start % mmap.ALLOCATIONGRANULARITY
+        with open(entry.file, "rb", buffering=0) as file:
+            mapped = mmap.mmap(
+                file.fileno(), skipped + entry.num_bytes, access=mmap.ACCESS_READ, offset=entry.start - skipped
+            )
     except (OSError, ValueError) as error:  # the file was changed after its header was read
         raise CheckpointError(f"{entry.file}: cannot be mapped: {error}") from None
-    return data.view(np.ndarray).view(dtype).reshape(entry.shape)
+    # Bytes first, then a view: the offsets need not be multiples of the item's size.
+    return np.frombuffer(mapped, np.uint8, entry.num_bytes, skipped).view(dtype).reshape(entry.shape)
 
 
 def is_folder(path: Path) -> bool:
