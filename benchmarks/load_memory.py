@@ -95,7 +95,9 @@ def load_here(folder: pathlib.Path, mesh: str | None) -> dict[str, float]:
     from ddtree_jax.models import load_target, make_mesh
     from ddtree_jax.models.pair import flat_leaves
 
-    for device in jax.devices():  # what starting a device takes, 3.5 GB of host memory on an H200, is no part of loading
+    for (
+        device
+    ) in jax.devices():  # what starting a device takes, 3.5 GB of host memory on an H200, is no part of loading
         (jnp.zeros(8, device=device) + 1).block_until_ready()
     before = host_memory("VmRSS")
     start = time.perf_counter()

@@ -99,7 +99,7 @@ def test_bad_folders(capsys, tmp_path):
         "architectures": ("--target", str(target), "--drafter", str(target)),
         "model_type": ("--target", str(drafter)),
         "empty string": ("--target", ""),
-        "null byte": ("--target", "\0"),
+        "such folder": ("--target", "\0"),
     }
     for message, options in bad.items():
         for more in ((), ("--json",), ("--mesh", "2x4")):
