@@ -124,8 +124,7 @@ class Grammar:
         elif self.kind == "lark":
             user = {"lark_grammar": self.text}
         else:
-            quoted = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(self.text))
-            user = {"lark_grammar": "start: " + "\n  | ".join(quoted)}
+            user = {"lark_grammar": f"start: /{'|'.join(map(_literal, json.loads(self.text)))}/"}
         outer = {"name": "outer", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: @user'}
         return json.dumps({"grammars": [outer, {**user, "name": "user"}]})
 
@@ -344,6 +343,11 @@ def _one_line(message: str) -> str:
     """Of a library message that may draw the place in several lines: all its words, cut to a readable length."""
     words = " ".join(message.replace("<non-verbose/>", "").split())
     return words if len(words) <= MAX_MESSAGE else words[: MAX_MESSAGE - 3] + "..."
+
+
+def _literal(text: str) -> str:
+    """A pattern that matches a text alone, also between slashes; the library's quoted strings lack some escapes."""
+    return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):X}}}" for c in text)
 
 
 def _short(value: Any) -> str:

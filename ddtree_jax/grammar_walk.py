@@ -212,7 +212,7 @@ class SequenceGrammar:
         """
         if self._finished or max_tokens <= 0:
             return []
-        tokens = [int(i) for i in self._matcher.compute_ff_tokens()[:max_tokens]]
+        tokens = _forced_text(self._matcher)[:max_tokens]
         alive = self.walk([self._last or 0, *tokens], range(-1, len(tokens)), len(tokens) + 1)[1]
         return tokens[: int(np.sum(alive)) - 1]
 
@@ -281,8 +281,8 @@ class Visit:
         if self._finished[slot] or self._accepting[slot]:
             return None
         self._go_to(slot)
-        forced = self._matcher.compute_ff_tokens()
-        return int(forced[0]) if forced and self.allows(slot, int(forced[0])) else None
+        forced = _forced_text(self._matcher)
+        return forced[0] if forced and self.allows(slot, forced[0]) else None
 
     def rows(self) -> np.ndarray:
         """int32[N, W], final: text tokens, and stop tokens where the text is complete."""
@@ -317,6 +317,12 @@ class Visit:
         if self._path and self._sequence._matcher is self._matcher:
             self._matcher.rollback(len(self._path))
         self._path.clear()
+
+
+def _forced_text(matcher: Any) -> list[int]:
+    """The tokenizer's own tokens of the text that must come next, as far as their cut is certain."""
+    # The library works out the forced bytes only when asked for them; without that its tokens are always none.
+    return [int(i) for i in matcher.compute_ff_tokens()] if matcher.compute_ff_bytes() else []
 
 
 def can_complete(sequence: SequenceGrammar, max_steps: int) -> bool | None:
