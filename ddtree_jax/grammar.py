@@ -147,7 +147,9 @@ class GrammarVocabulary:
           UnsupportedRequestError: `llguidance` is not installed, or can not tell this tokenizer's bytes.
         """
         if tokenizer.vocab_size > vocab_size:
-            raise ValueError(f"vocab_size: got {vocab_size}, allowed is at least the tokenizer's {tokenizer.vocab_size}")
+            raise ValueError(
+                f"vocab_size: got {vocab_size}, allowed is at least the tokenizer's {tokenizer.vocab_size}"
+            )
         library = _library()
         try:
             base = library.LLTokenizer(tokenizer.to_json(), slices=[])
@@ -157,10 +159,7 @@ class GrammarVocabulary:
         self.num_words = -(-vocab_size // 32)
         self.token_bytes = tuple(
             base.decode_bytes([i])
-            if i < min(base.vocab_size, tokenizer.vocab_size)
-            and tokenizer.has_token(i)
-            and not tokenizer.is_special(i)
-            and not base.is_special_token(i)
+            if i < min(base.vocab_size, tokenizer.vocab_size) and tokenizer.has_token(i) and not tokenizer.is_special(i)
             else b""
             for i in range(vocab_size)
         )
@@ -196,15 +195,22 @@ class GrammarVocabulary:
                 f"stop_token_ids: got {list(stops)}, allowed with a grammar are one or more ids in "
                 f"[0, {self.vocab_size - 1}]: a text that is complete can only stop"
             )
-        compiled = CompiledGrammar(self, grammar, stops, self._matcher(grammar))
+        compiled = CompiledGrammar(self, grammar, stops)
+        self.template(grammar)
         compiled.require_a_text()
         return compiled
 
-    def _matcher(self, grammar: Grammar) -> Any:
+    def template(self, grammar: Grammar, *, worn: Any = None) -> Any:
+        """Returns an LLMatcher at the start, only ever to be copied; a new one in place of one that has worn out.
+
+        All copies of a template share what the library has worked out about the grammar's tokens. That store has a
+        limit, and once it is reached every copy fails: hence `worn`.
+        """
         with self._lock:
-            if grammar in self._compiled:
+            known = self._compiled.get(grammar)
+            if known is not None and known is not worn:
                 self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
+                return known
         library = _library()
         matcher = _with_large_stack(
             lambda: library.LLMatcher(self._inner, grammar.program(), log_level=0, limits=_limits())
@@ -225,7 +231,6 @@ class CompiledGrammar:
     vocabulary: GrammarVocabulary
     grammar: Grammar
     stop_token_ids: tuple[int, ...]
-    template: Any = dataclasses.field(repr=False)  # an LLMatcher at the start; only ever copied
 
     def start(self) -> SequenceGrammar:
         """Returns the state of a sequence that has emitted nothing."""

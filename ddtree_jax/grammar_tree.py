@@ -82,10 +82,16 @@ def filtered_tree(
         raise ValueError(f"budget: got {budget}, allowed is an integer >= 0")
     if forced not in FORCED:
         raise ValueError(f"forced: got {forced!r}, allowed: {', '.join(FORCED)}")
+    return sequence.recovering(lambda: _grow(sequence, int(root_token_id), scores, tokens, budget, forced))
+
+
+def _grow(
+    sequence: SequenceGrammar, root_token_id: int, scores: np.ndarray, tokens: np.ndarray, budget: int, forced: str
+) -> FilteredTree:
+    """The heap of `tree.reference`, with the grammar's word on every prefix that is about to enter it."""
     depth, k = tokens.shape
     ranked = _Ranked(scores, tokens)
-    visit = Visit(sequence, budget + 1)
-    node_tokens, parents, depths = [int(root_token_id)], [NO_PARENT], [0]
+    node_tokens, parents, depths = [root_token_id], [NO_PARENT], [0]
     log_prob, ranks, columns = [np.float32(0.0)], [()], [0]
     heap: list[tuple[np.float32, tuple[int, ...], int, int, int]] = []
 
@@ -120,7 +126,7 @@ def filtered_tree(
         if token not in tokens[row, order[values > -np.inf]]:
             heapq.heappush(heap, (-log_prob[parent], (*ranks[parent], k), parent, -1, token))
 
-    try:
+    with Visit(sequence, budget + 1) as visit:
         push_forced(0)
         push(0, 0)
         while heap and len(node_tokens) <= budget:
@@ -137,8 +143,6 @@ def filtered_tree(
                 push(parent, its_ranks[-1] + 1)
             push_forced(slot)
             push(slot, 0)
-    finally:
-        visit.leave()
 
     padding = budget + 1 - len(node_tokens)
     return FilteredTree(

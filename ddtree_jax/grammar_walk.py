@@ -8,13 +8,22 @@ are allowed (G6); a token is alive below a node exactly if the node's row allows
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ddtree_jax.errors import InvariantError
 from ddtree_jax.grammar import CompiledGrammar, _one_line
+
+_T = TypeVar("_T")
+
+
+class _LimitReached(ValueError):
+    """The library gave up, and the matcher that it happened to is of no more use."""
+
+    def __init__(self, error: str):
+        super().__init__(f"grammar: too complex at this place of the text: {_one_line(error)}")
 
 
 class SequenceGrammar:
@@ -26,7 +35,8 @@ class SequenceGrammar:
 
     def __init__(self, compiled: CompiledGrammar):
         self.compiled = compiled
-        self._matcher = compiled.template.deep_copy()
+        self._template = compiled.vocabulary.template(compiled.grammar)
+        self._matcher = self._template.deep_copy()
         self._emitted: list[int] = []  # text tokens
         self._finished = False
         self._last: int | None = None
@@ -54,42 +64,60 @@ class SequenceGrammar:
         Raises:
           InvariantError: a token that the row before it does not allow: the round broke the grammar. Nothing moved.
         """
-        consumed, finished, last = [], self._finished, self._last
-        accepting: bool | None = None
-        for token in map(operator.index, token_ids):
+        tokens = [operator.index(token) for token in token_ids]
+        self.recovering(lambda: self._advance(tokens))
+
+    def _advance(self, tokens: list[int]) -> None:
+        consumed, finished = [], self._finished
+        for token in tokens:
             if token in self._stops:
-                if not finished and accepting is None:
-                    accepting = self._matcher.is_accepting()
-                if not finished and not accepting:
-                    self._undo(consumed)
-                    raise InvariantError(f"stop token {token} was emitted before the text was complete")
+                allowed = finished or self._matcher.is_accepting()
                 finished = True
             else:
-                if finished or not self._is_text(token) or self._matcher.try_consume_tokens([token]) != 1:
-                    error = self._matcher.get_error() if self._matcher.is_error() else None
-                    self._undo(consumed)
-                    if error:
-                        raise _too_complex(error)
-                    raise InvariantError(f"token {token} was emitted and the grammar does not allow it there")
-                consumed.append(token)
-                accepting = None
-            last = token
+                allowed = not finished and self._is_text(token) and self._consume(token)
+                consumed += [token] * allowed
+            if not allowed:
+                if consumed:
+                    self._matcher.rollback(len(consumed))
+                raise InvariantError(f"token {token} was emitted and the grammar does not allow it there")
         self._emitted.extend(consumed)
         if consumed:
             self._root = None
-        self._finished, self._last = finished, last
+        self._finished = finished
+        if tokens:
+            self._last = tokens[-1]
 
-    def _undo(self, consumed: list[int]) -> None:
+    def _consume(self, token: int) -> bool:
+        if self._matcher.try_consume_tokens([token]) == 1:
+            return True
         if self._matcher.is_error():
-            self._rebuild()
-        elif consumed:
-            self._matcher.rollback(len(consumed))
+            raise _LimitReached(self._matcher.get_error())
+        return False
 
-    def _rebuild(self) -> None:
-        """A matcher in error never leaves it: start anew and replay what was emitted."""
-        self._matcher = self.compiled.template.deep_copy()
-        if self._matcher.try_consume_tokens(self._emitted) != len(self._emitted):
-            raise InvariantError("the grammar no longer accepts what it has accepted")
+    def recovering(self, call: Callable[[], _T]) -> _T:
+        """Returns call(); where it meets a limit of the library, once more with a new matcher.
+
+        A matcher in error never leaves it. The limit may also have been reached by other sequences of the same
+        grammar (see `GrammarVocabulary.template`), which a new template ends.
+        """
+        try:
+            return call()
+        except _LimitReached:
+            self._rebuild()
+        try:
+            return call()
+        except _LimitReached:
+            self._rebuild()
+            raise
+
+    def _rebuild(self, *, worn: bool = True) -> None:
+        """A new matcher at the same place, from a new template where that of the old one has worn out."""
+        if worn:
+            self._template = self.compiled.vocabulary.template(self.compiled.grammar, worn=self._template)
+        self._matcher = self._template.deep_copy()
+        for token in self._emitted:
+            if not self._consume(token):
+                raise InvariantError("the grammar no longer accepts what it has accepted")
 
     @property
     def is_finished(self) -> bool:
@@ -122,17 +150,24 @@ class SequenceGrammar:
     def _root_state(self) -> tuple[np.ndarray, bool]:
         if self._root is None:
             words = np.zeros((self._buffer_words,), np.int32)
-            accepting = self._fill(words)
+            accepting = self.recovering(lambda: self._fill(words))
             self._root = words[: self._num_words], accepting
         return self._root
 
     def _fill(self, words: np.ndarray) -> bool:
-        """Writes the library's row of the matcher's place into int32[W'] words; returns if the text is complete."""
+        """Writes the library's row of the matcher's place into int32[W'] words; returns if the text is complete.
+
+        At a dead end `_matcher` is afterwards another one, at the place of the sequence itself.
+        """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             error = self._matcher.get_error()
-            self._rebuild()
-            raise _too_complex(error)
+            if not error.startswith("NoExtension"):
+                raise _LimitReached(error)
+            # No token of this vocabulary continues the text: an answer, but the library takes it for an error.
+            words.fill(0)
+            self._rebuild(worn=False)
+            return False
         # The bit of the library's end is no answer: it is also set where the text can neither go on nor end.
         return self._matcher.is_accepting()
 
@@ -174,17 +209,17 @@ class SequenceGrammar:
         if self._last is not None and tokens[0] != self._last:
             raise InvariantError(f"the tree's root is token {tokens[0]}, the grammar's newest token is {self._last}")
 
-        visit = Visit(self, slots)
-        try:
-            stack = [0]
-            while stack:
-                node = stack.pop()
-                if node == 0 or visit.enter(node, above[node], tokens[node]):
-                    # Reversed: the stack then gives the first child first, and each step goes down or back up.
-                    stack.extend(reversed(children[node]))
-        finally:
-            visit.leave()
-        return visit.rows(), visit.alive
+        def visit_all() -> tuple[np.ndarray, np.ndarray]:
+            with Visit(self, slots) as visit:
+                stack = [0]
+                while stack:
+                    node = stack.pop()
+                    if node == 0 or visit.enter(node, above[node], tokens[node]):
+                        # Reversed: the stack then gives the first child first, and each step goes down or back up.
+                        stack.extend(reversed(children[node]))
+                return visit.rows(), visit.alive
+
+        return self.recovering(visit_all)
 
     def forced_tokens(self, max_tokens: int) -> list[int]:
         """The tokens that must come next, because at each step exactly one token is allowed; at most `max_tokens`.
@@ -192,18 +227,16 @@ class SequenceGrammar:
         A stop token is never in the list. With tokens for single bytes and for longer pieces of one text there is
         often a choice of how to cut a text that is itself forced: see `suggested_tokens` for that.
         """
-        found: list[int] = []
-        visit = Visit(self, max(0, operator.index(max_tokens)) + 1)
-        try:
-            while len(found) < max_tokens:
-                token = visit.only_token(len(found))
-                if token is None:
-                    break
-                visit.enter(len(found) + 1, len(found), token)
-                found.append(token)
-        finally:
-            visit.leave()
-        return found
+
+        def follow() -> list[int]:
+            found: list[int] = []
+            with Visit(self, max(0, operator.index(max_tokens)) + 1) as visit:
+                while len(found) < max_tokens and (token := visit.only_token(len(found))) is not None:
+                    visit.enter(len(found) + 1, len(found), token)
+                    found.append(token)
+            return found
+
+        return self.recovering(follow)
 
     def suggested_tokens(self, max_tokens: int) -> list[int]:
         """The text that must come next in the tokenizer's own cut: live as a chain, and likely, but not the only way.
@@ -218,7 +251,9 @@ class SequenceGrammar:
 
 
 class Visit:
-    """An excursion of a sequence's matcher over tree slots, entered parents first; `leave` brings it home.
+    """An excursion of a sequence's matcher over tree slots, entered parents first; the end of `with` brings it home.
+
+    Where the library meets a limit it raises; run the whole excursion under `SequenceGrammar.recovering`.
 
     Attributes:
       alive: bool[N], slots entered whose path is allowed; slot 0 from the start.
@@ -260,6 +295,9 @@ class Visit:
             self._depths[slot] = self._depths[parent] + 1
             self._go_to(slot)
             self._accepting[slot] = self._sequence._fill(self._words[slot])
+            if self._sequence._matcher is not self._matcher:
+                self._matcher = self._sequence._matcher
+                self._path.clear()
         self.alive[slot] = True
         return True
 
@@ -302,19 +340,17 @@ class Visit:
             matcher.rollback(up)
             del self._path[depth:]
         for below in reversed(pending):
-            if matcher.try_consume_tokens([self._tokens[below]]) != 1:
-                if not matcher.is_error():
-                    raise InvariantError(f"the grammar's row allows token {self._tokens[below]}, its matcher does not")
-                error = matcher.get_error()
-                self._sequence._rebuild()
-                self._path.clear()
-                raise _too_complex(error)
+            if not self._sequence._consume(self._tokens[below]):
+                raise InvariantError(f"the grammar's row allows token {self._tokens[below]}, its matcher does not")
             self._path.append(below)
 
-    def leave(self) -> None:
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Undoes everything consumed (G4)."""
-        # After an error the matcher has been built anew, and stands at the root.
-        if self._path and self._sequence._matcher is self._matcher:
+        # One in error can not go back, and will be replaced.
+        if self._path and not self._matcher.is_error():
             self._matcher.rollback(len(self._path))
         self._path.clear()
 
@@ -362,7 +398,3 @@ def _as_ids(values: Any, name: str) -> list[int]:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, allowed is a vector of integers")
     return array.tolist()
-
-
-def _too_complex(error: str) -> ValueError:
-    return ValueError(f"grammar: too complex at this place of the text: {_one_line(error)}")

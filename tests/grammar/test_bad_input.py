@@ -135,11 +135,15 @@ def test_a_grammar_that_the_tokens_cannot_write():
         with pytest.raises(ValueError, match="no text that this model's tokens can write"):
             vocabulary.compile(Grammar.regex(pattern), [STOP])
     state = vocabulary.compile(Grammar.regex("axx|ab"), [STOP]).start()
-    a, b = (vocabulary.token_bytes.index(x) for x in (b"a", b"b"))
+    a, b, c = (vocabulary.token_bytes.index(x) for x in (b"a", b"b", b"c"))
     state.advance([a, b])
     assert state.must_stop
     dead = vocabulary.compile(Grammar.regex("cx|ab"), [STOP]).start()
-    dead.advance([vocabulary.token_bytes.index(b"c")])
+    # A dead end inside a tree: its row is empty, and the visit goes on.
+    rows, alive = dead.walk([9, c, a, b, a], [-1, 0, 0, 2, 1], 5)
+    assert alive.tolist() == [True, True, True, True, False]
+    assert not rows[1].any() and rows[2].any() and rows[3][STOP] == 1
+    dead.advance([c])
     assert dead.is_dead and not dead.must_stop and not dead.root_row().any()
 
 

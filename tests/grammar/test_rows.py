@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from ddtree_jax.errors import InvariantError
 from ddtree_jax.grammar import Grammar, pack, unpack
 
@@ -86,7 +87,9 @@ def test_choices_are_their_prefixes(request, name, size):
     for _ in range(6):
         state, text = made.start(), b""
         while True:
-            expected = np.array([bool(b) and any(w.startswith(text + b) for w in whole) for b in vocabulary.token_bytes])
+            expected = np.array(
+                [bool(b) and any(w.startswith(text + b) for w in whole) for b in vocabulary.token_bytes]
+            )
             expected[STOP] = text in whole
             np.testing.assert_array_equal(unpack(state.root_row(), vocabulary.vocab_size), expected)
             assert state.is_complete == (text in whole)

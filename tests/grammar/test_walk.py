@@ -188,9 +188,8 @@ def test_forced_tokens_are_the_only_ones(tiny, demo):
         for token in made.start().forced_tokens(20):
             assert allowed(made, fresh_row(made, path)) == [token], name
             path.append(token)
-        assert len(allowed(made, fresh_row(made, path))) != 1 or path[-1:] == [] or made.start() is None or (
-            allowed(made, fresh_row(made, path)) == [STOP] or len(path) == 20
-        ), name
+        rest = allowed(made, fresh_row(made, path))
+        assert len(path) == 20 or len(rest) != 1 or rest == [STOP], name
 
 
 def test_suggested_tokens_are_the_tokenizers_own_cut(demo, demo_tokenizer):
@@ -223,7 +222,7 @@ def _candidates(made, rng, depth, k, paired):
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("name", ["json string", "regex any characters", "regex loop", "lark balanced", "json anything"])
+@pytest.mark.parametrize("name", ["json string", "regex any characters", "regex loop", "lark balanced", "json null"])
 def test_the_filtered_tree_is_the_best_of_what_is_alive(tiny, name, paired):
     """All prefixes in the reference's order, the dead ones and those below a stop token left out."""
     made = compiled(tiny, CASES[name][0])
@@ -270,11 +269,11 @@ def test_the_filtered_tree_is_the_best_of_what_is_alive(tiny, name, paired):
         assert alive[:count].all()
         np.testing.assert_array_equal(found.rows, walked)
         most = max(most, count)
-    assert most >= 4
+    assert most >= 2
 
 
 def test_forced_tokens_join_the_tree(tiny):
-    made = compiled(tiny, Grammar.regex("xab(c|d)yy"))
+    made = compiled(tiny, Grammar.regex("xab1(c|d)yy"))
     x, a, d, y, q = _ids(tiny, b"xadyq")
     ab = tiny.token_bytes.index(b"ab")
     scores = np.array([[-1.0, -2.0]] * 6, np.float32)
@@ -288,8 +287,9 @@ def test_forced_tokens_join_the_tree(tiny):
         return tree.token_ids[1:count].tolist(), tree.log_probs[1:count].tolist(), tree.depths[1:count].tolist()
 
     assert of("off") == ([], [], [])
-    # x is forced; then "ab" or "a" may follow, of which only a is a candidate; then b or bc, and no candidate.
-    assert of("token") == ([x, a], [0.0, -2.0], [1, 2])
+    # x is forced; then "ab" or "a" may follow, of which only a is a candidate; below it b and 1 are forced.
+    b, one = _ids(tiny, b"b1")
+    assert of("token") == ([x, a, b, one], [0.0, -2.0, -2.0, -2.0], [1, 2, 3, 4])
     token_ids, log_probs, _ = of("text")
     assert token_ids[:2] == [x, ab] and log_probs[:2] == [0.0, 0.0]
 
