@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddtree_jax.errors import UnsupportedRequestError
+from ddtree_jax.grammar_empty import lark_admits_nothing, schema_admits_nothing
 from ddtree_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class Grammar:
         message = _with_large_stack(lambda: _library().LLMatcher.validate_grammar(self.program(), limits=_limits()))
         if message and not message.startswith("WARNING"):
             raise ValueError(f"grammar {self.kind}: {_one_line(message)}")
+        endless = (self.kind == "json_schema" and schema_admits_nothing(json.loads(self.text))) or (
+            self.kind == "lark" and lark_admits_nothing(self.text)
+        )
+        if endless:
+            raise ValueError(f"grammar {self.kind}: admits no finite text: what it requires always requires more")
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str, *, compact: bool = False) -> Grammar:

@@ -23,6 +23,8 @@ class _LimitReached(ValueError):
     """The library gave up, and the matcher that it happened to is of no more use."""
 
     def __init__(self, error: str):
+        # The parser's limits are for one step, those of the lexer for all that copies of a template ever did.
+        self.is_worn = "parser error" not in error.lower()
         super().__init__(f"grammar: too complex at this place of the text: {_one_line(error)}")
 
 
@@ -102,15 +104,17 @@ class SequenceGrammar:
         """
         try:
             return call()
-        except _LimitReached:
-            self._rebuild()
+        except _LimitReached as error:
+            self._rebuild(worn=error.is_worn)
+            if not error.is_worn:
+                raise
         try:
             return call()
         except _LimitReached:
-            self._rebuild()
+            self._rebuild(worn=True)
             raise
 
-    def _rebuild(self, *, worn: bool = True) -> None:
+    def _rebuild(self, *, worn: bool) -> None:
         """A new matcher at the same place, from a new template where that of the old one has worn out."""
         if worn:
             self._template = self.compiled.vocabulary.template(self.compiled.grammar, worn=self._template)

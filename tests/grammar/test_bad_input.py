@@ -112,8 +112,6 @@ def test_the_library_names_the_keyword():
     [
         Grammar.regex(r"[^\s\S]"),
         Grammar.regex(r"[^\s\S]a"),
-        Grammar.lark("start: a\na: b\nb: a"),
-        Grammar.json_schema({"$ref": "#"}),
         Grammar.lark("start: <[0]>"),
     ],
 )
