@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddtree_jax.errors import UnsupportedRequestError
+from ddtree_jax.grammar_bytes import TrieNode, trie
 from ddtree_jax.grammar_empty import lark_admits_nothing, schema_admits_nothing
 from ddtree_jax.tokenizer import Tokenizer
 
@@ -181,6 +182,11 @@ class GrammarVocabulary:
         """True where single-byte tokens spell every UTF-8 text: then no text that can go on is without a token."""
         single = {b[0] for b in self.token_bytes if len(b) == 1}
         return single.issuperset([*range(0x00, 0xC0), *range(0xC2, 0xF5)])
+
+    @functools.cached_property
+    def byte_trie(self) -> TrieNode:
+        """The spellings of the tokens, for `grammar_automaton`; made when first asked for."""
+        return trie(self.token_bytes)
 
     def compile(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> CompiledGrammar:
         """Returns the grammar for these tokens; the costly part is remembered (the last 64 grammars).
