@@ -96,9 +96,9 @@ def _grow(
     heap: list[tuple[np.float32, tuple[int, ...], int, int, int]] = []
 
     def push(parent: int, first_rank: int) -> None:
-        """The parent's best allowed candidate from a rank on; None left: the forced one, once, behind them all."""
+        """The parent's best allowed candidate from a rank on."""
         row = depths[parent]
-        if row >= depth or visit.is_finished(parent) or first_rank > k:
+        if row >= depth or visit.is_finished(parent):
             return
         order, values = ranked.of(row, columns[parent])
         for rank in range(first_rank, k):

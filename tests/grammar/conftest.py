@@ -17,7 +17,7 @@ def make_tiny_tokenizer(*, drop: str = "") -> Tokenizer:
     alphabet = sorted(set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - set(drop))
     vocab = {token: i for i, token in enumerate(["<stop>", "<other>", "<mask>", *alphabet])}
     merges = []
-    for left, right in ["ab", "bc", '":', '{"', "12", "tr", "ue", ("tr", "ue"), ("Ã", "©"), "no", ("no", "t")]:
+    for left, right in ["ab", "bc", '":', '{"', "12", "tr", "ue", ("tr", "ue"), ("Ã", "©"), "no", ("no", "t"), "Ġb"]:
         if left in vocab and right in vocab:
             merges.append((left, right))
             vocab[left + right] = len(vocab)
@@ -25,7 +25,7 @@ def make_tiny_tokenizer(*, drop: str = "") -> Tokenizer:
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens(["<stop>", "<other>", "<mask>"])
-    inner.add_tokens(["</think>"])
+    inner.add_tokens(["</think>", " b"])  # the second spells what a merged token also spells
     return Tokenizer(inner)
 
 

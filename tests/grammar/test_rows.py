@@ -108,6 +108,12 @@ def test_text_can_be_cut_in_every_way(tiny):
     assert allowed(made, fresh_row(made, [by_bytes[b"a"]])) == sorted([by_bytes[b"b"], by_bytes[b"bc"]])
 
 
+def test_tokens_of_the_same_spelling_are_equal(tiny):
+    same = [i for i, b in enumerate(tiny.token_bytes) if b == b" b"]
+    made = compiled(tiny, Grammar.regex(" b"))
+    assert len(same) == 2 and set(same) < set(allowed(made, made.start().root_row()))
+
+
 def test_only_stop_tokens_after_the_end(tiny):
     made = compiled(tiny, Grammar.regex("a"), (STOP, OTHER_STOP))
     state = made.start()
