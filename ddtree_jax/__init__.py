@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ddtree_jax.engine import load
     from ddtree_jax.errors import CheckpointError, InvariantError, UnsupportedRequestError
     from ddtree_jax.generation import generate, stream
+    from ddtree_jax.grammar import Grammar
     from ddtree_jax.models.sharding import make_mesh
     from ddtree_jax.stats import Chunk, Result, Stats
 
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Chunk",
+    "Grammar",
     "InvariantError",
     "Result",
     "SpeculativeAlgorithm",
@@ -39,6 +41,7 @@ __all__ = [
 _MODULE_OF = {
     "CheckpointError": "errors",
     "Chunk": "stats",
+    "Grammar": "grammar",
     "InvariantError": "errors",
     "Result": "stats",
     "SpeculativeAlgorithm": "algorithm",

@@ -55,6 +55,14 @@ class Tokenizer:
         """True for a token that marks structure (end of text, mask, ...) and that `decode` leaves out."""
         return token_id in self._special
 
+    def has_token(self, token_id: int) -> bool:
+        """False for an id between the tokens that no token has."""
+        return self._inner.id_to_token(token_id) is not None
+
+    def to_json(self) -> str:
+        """Returns the tokenizer as the text of a `tokenizer.json`, without truncation and padding."""
+        return self._inner.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text.
 
