@@ -61,6 +61,7 @@ def describe_target(
         build=functools.partial(Glm5, config, dtype=jnp.dtype(dtype), packed=packed, mesh=mesh),
         mesh=mesh,
         shard=None if mesh is None else target_sharding(config, mesh),
+        dtype=jnp.dtype(dtype),
     )
 
 
@@ -77,6 +78,7 @@ def describe_drafter(config: DFlashConfig, target: Described, *, name: str = "dr
         build=functools.partial(DFlash, config, dtype=dtype, target_hidden_size=width),
         mesh=mesh,
         shard=None if mesh is None else drafter_sharding(config, mesh),
+        dtype=jnp.dtype(dtype),
     )
 
 

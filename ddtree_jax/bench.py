@@ -191,6 +191,15 @@ def held_out_prompts(path: str | None = None) -> list[str]:
         raise (CheckpointError if path is None else ValueError)(message) from None
 
 
+def check(engine: "Engine", settings: BenchSettings) -> list[str]:
+    """The prompts to run; raises what `run_bench` raises, also on an engine without its weights."""
+    require_drafter(SpeculativeAlgorithm.DDTREE, engine.drafter is not None)
+    prompts = held_out_prompts(settings.prompt_file)
+    if settings.prompts > len(prompts):
+        raise ValueError(f"prompts: got {settings.prompts}; at most {len(prompts)} are there")
+    return prompts[: settings.prompts]
+
+
 def run_bench(
     engine: "Engine", settings: BenchSettings, *, progress: Callable[[str], None] | None = None
 ) -> BenchReport:
@@ -208,11 +217,7 @@ def run_bench(
     from ddtree_jax import profiling
 
     say = progress or (lambda message: None)
-    require_drafter(SpeculativeAlgorithm.DDTREE, engine.drafter is not None)
-    prompts = held_out_prompts(settings.prompt_file)
-    if settings.prompts > len(prompts):
-        raise ValueError(f"prompts: got {settings.prompts}; at most {len(prompts)} are there")
-    prompts = prompts[: settings.prompts]
+    prompts = check(engine, settings)
 
     configurations: list[tuple[SpeculativeAlgorithm, int | None]] = []
     for algorithm in SpeculativeAlgorithm:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,19 +38,23 @@ class Capacity:
     needs: weights and caches.
     num_devices: over which they are spread.
     available: bytes that a device has free; None where JAX does not say.
-    shared: the devices share that memory (CPU), so it must hold all of them together.
+    sharing: that many devices share it, as host memory (CPU); 0 where each has its own.
     """
 
     needs: tuple[Need, ...]
     num_devices: int
     available: int | None
-    shared: bool
+    sharing: int
+
+    @property
+    def on_host(self) -> bool:
+        return self.sharing > 0
 
     @property
     def needed(self) -> int:
         """Bytes that must fit into `available`."""
         per_device = sum(need.per_device for need in self.needs)
-        return per_device * self.num_devices if self.shared else per_device
+        return per_device * max(self.sharing, 1)
 
     @property
     def fits(self) -> bool:
@@ -61,7 +67,7 @@ class Capacity:
             lines.append(f"  {need.what:32} {need.total / 1e9:7.2f} GB {need.per_device / 1e9:7.2f} GB")
         total, most = sum(n.total for n in self.needs), sum(n.per_device for n in self.needs)
         lines.append(f"  {'sum':32} {total / 1e9:7.2f} GB {most / 1e9:7.2f} GB")
-        where = "host memory" if self.shared else f"each of {self.num_devices} device(s)"
+        where = "host memory" if self.on_host else f"each of {self.num_devices} device(s)"
         if self.available is None:
             lines.append(f"  available: unknown ({where})")
         else:
@@ -73,7 +79,7 @@ class Capacity:
     def require(self, name: str) -> None:
         """Raises `CheckpointError` unless everything fits."""
         if not self.fits:
-            where = "of host memory" if self.shared else f"on each of {self.num_devices} device(s)"
+            where = "of host memory" if self.on_host else f"on each of {self.num_devices} device(s)"
             raise CheckpointError(
                 f"{name}: needs {self.needed / 1e9:.2f} GB {where}, of which {self.available / 1e9:.2f} GB are free "
                 f"({100 * HEADROOM:.0f} % of that may be used); expected a smaller or quantised checkpoint, or more "
@@ -89,8 +95,7 @@ def estimate(target: Opened, drafter: Opened | None, *, context: int, batch: int
     if drafter is not None:
         needs.append(_weights("drafter weights", drafter))
         caches.append(_cache("drafter cache", drafter, context, batch))
-    available, shared = free_memory(mesh)
-    return Capacity((*needs, *caches), 1 if mesh is None else mesh.size, available, shared)
+    return Capacity((*needs, *caches), 1 if mesh is None else mesh.size, *free_memory(mesh))
 
 
 def _weights(what: str, opened: Opened) -> Need:
@@ -109,10 +114,10 @@ def _cache(what: str, opened: Opened, context: int, batch: int) -> Need:
     return Need(f"{what}, {batch} x {context} tokens", total, total // ways if batch % ways == 0 else total)
 
 
-def free_memory(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, bool]:
-    """(bytes free on the device that has least, whether all devices share them)."""
+def free_memory(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, int]:
+    """(bytes free on the device of this process that has least, how many devices share them as host memory or 0)."""
     if isinstance(mesh, AbstractMesh):  # devices that are not here
-        return None, False
+        return None, 0
     devices = jax.local_devices()[:1] if mesh is None else [d for d in mesh.devices.flat if d in jax.local_devices()]
     if not devices:
         raise ValueError(
@@ -120,19 +125,19 @@ def free_memory(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, bool]:
             "of all processes"
         )
     if devices[0].platform == "cpu":
-        return host_memory_free(), True
+        return host_memory_free(), len(devices)
     stats = [device.memory_stats() or {} for device in devices]
     free = [s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats if "bytes_limit" in s]
-    return (min(free) if free else None), False
+    return (min(free) if free else None), 0
 
 
 def host_memory_free() -> int:
-    """Bytes of host memory that a program can still get."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of host memory that a program can still get, the limit of its container considered."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), free)
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit ("max")
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, max(limit - used, 0))
+    return free

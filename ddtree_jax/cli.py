@@ -279,7 +279,7 @@ def _prompt(arguments: argparse.Namespace, stdin: IO[str]) -> str | list[int]:
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:
-    from ddtree_jax.requests import check_arguments
+    from ddtree_jax.requests import check_arguments, check_request
 
     options = {
         "max_new_tokens": arguments.max_new_tokens,
@@ -296,7 +296,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments, sys.stdin)
     check_arguments(**options, grammar=None)
     progress = progress_writer(arguments.progress)
-    engine = load_engine(arguments, progress)
+    engine = load_engine(arguments, progress, lambda engine: check_request(engine, prompt, **options, grammar=None))
     chunks = ddtree_jax.stream(engine, prompt, **options, with_tree=arguments.show_tree, progress=progress)
     out = sys.stdout
     pieces: list[str] = []
@@ -358,7 +358,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         prompt_file=arguments.prompt_file,
     )
     progress = progress_writer(arguments.progress)
-    engine = load_engine(arguments, progress)
+    engine = load_engine(arguments, progress, lambda engine: bench.check(engine, settings))
     report = bench.run_bench(engine, settings, progress=progress)
     print(json.dumps(report.to_dict()) if arguments.json else report.table())
     # In bfloat16, passes of different widths may round a near-tie differently; in float32 that is a fault.

@@ -66,15 +66,24 @@ def mesh_sizes(arguments: argparse.Namespace) -> tuple[int, int] | None:
     return parse_mesh(arguments.mesh)
 
 
-def load_engine(arguments: argparse.Namespace, progress: Callable[[str], None] | None) -> "Engine":
-    """Joins the other hosts if there are any, then loads the pair over the mesh."""
+def load_engine(
+    arguments: argparse.Namespace,
+    progress: Callable[[str], None] | None,
+    check: "Callable[[Engine], object] | None" = None,
+) -> "Engine":
+    """Joins the other hosts if there are any, then loads the pair over the mesh.
+
+    check: as for `ddtree_jax.load`.
+    """
     sizes = mesh_sizes(arguments)
     flags = (arguments.coordinator, arguments.num_processes, arguments.process_id)
     if flags != (None, None, None):
+        if sizes is None:
+            raise ValueError("mesh: got nothing beside a coordinator, allowed is the mesh that hosts share (--mesh)")
         from ddtree_jax.cluster import join_cluster
 
         join_cluster(*flags)
         progress = progress if arguments.process_id == 0 else None  # every process would say the same
     mesh = None if sizes is None else ddtree_jax.make_mesh(*sizes)
     target = "demo" if arguments.target is None else arguments.target
-    return ddtree_jax.load(target, arguments.drafter, dtype=arguments.dtype, mesh=mesh, progress=progress)
+    return ddtree_jax.load(target, arguments.drafter, dtype=arguments.dtype, mesh=mesh, progress=progress, check=check)

@@ -26,7 +26,10 @@ from ddtree_jax.safetensors_files import write_json
 
 Progress = Callable[[str], None]
 
-COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "chat_template.jinja",
+)
 
 
 def save_converted(model: Target | Drafter, folder: str | Path) -> None:
@@ -42,7 +45,7 @@ def save_converted(model: Target | Drafter, folder: str | Path) -> None:
       ValueError: `folder` cannot be written to.
       CheckpointError: writing failed; nothing is left behind.
     """
-    with _appears_whole(_output_path(folder)) as temporary:
+    with appears_whole(output_path(folder)) as temporary:
         _write(model, temporary)
 
 
@@ -92,8 +95,8 @@ def convert(
       CheckpointError: a folder that cannot be read or written, or no room for it.
     """
     target, drafter = pair_names(target, drafter)
-    output = _output_path(output)
-    _check_output(output)
+    output = output_path(output)
+    check_output(output)
     opened = open_target(target, dtype=dtype, mesh=mesh)
     folders: list[tuple[Opened, str]] = [(opened, "target" if drafter is not None else "")]
     if drafter is not None:
@@ -101,9 +104,9 @@ def convert(
         folders.append((second, "drafter"))
     for one, _ in folders:
         estimate(one, None, context=1).require(str(one.folder))  # one of them is loaded at a time
-    _check_room(output, sum(_num_bytes(one) for one, _ in folders))
+    check_room(output, sum(_num_bytes(one) for one, _ in folders))
     done = []
-    with _appears_whole(output) as temporary:
+    with appears_whole(output) as temporary:
         for one, name in folders:
             started = time.perf_counter()
             model = one.read(progress)
@@ -139,13 +142,13 @@ def _num_bytes(opened: Opened) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in opened.leaves.values())
 
 
-def _output_path(value: Any) -> Path:
+def output_path(value: Any) -> Path:
     if not isinstance(value, (str, Path)) or "\0" in str(value) or not Path(value).name:
         raise ValueError(f"output: got {value!r}, allowed is the name of a folder to make")
     return Path(value)
 
 
-def _check_output(folder: Path) -> None:
+def check_output(folder: Path) -> None:
     try:
         used = os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir()))
     except OSError as error:
@@ -154,7 +157,7 @@ def _check_output(folder: Path) -> None:
         raise ValueError(f"output: {folder} exists and is not an empty folder; give a new name or remove it first")
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def check_room(folder: Path, needed: int) -> None:
     parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(parent).free
     if needed > free:
@@ -165,9 +168,9 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def _appears_whole(folder: Path) -> Iterator[Path]:
+def appears_whole(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its name in the end, and is removed if anything fails."""
-    _check_output(folder)
+    check_output(folder)
     temporary = partial_name(folder.absolute(), secrets.token_hex(4))
     try:
         try:
@@ -176,7 +179,7 @@ def _appears_whole(folder: Path) -> Iterator[Path]:
             raise ValueError(f"output: {folder} cannot be made: {error.strerror}") from None
         try:
             yield temporary
-            _check_output(folder)  # again: loading may have taken an hour
+            check_output(folder)  # again: loading may have taken an hour
             os.replace(temporary, folder.absolute())
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error}") from error

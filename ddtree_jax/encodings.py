@@ -339,6 +339,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
+def layer_number(name: str) -> int | None:
+    """The layer that a tensor's name speaks of, None if it speaks of none."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
+
+
 def left_out(entries: Iterable[str], used_names: Collection[str], num_layers: int) -> dict[str, int]:
     """What a checkpoint holds beside the weights that were used: category -> number of tensors, none of them zero.
 
@@ -355,8 +361,8 @@ def left_out(entries: Iterable[str], used_names: Collection[str], num_layers: in
     for name in entries:
         if name in used_names:
             continue
-        layer = _LAYER.search(name)
-        if layer and int(layer[1]) >= num_layers:
+        layer = layer_number(name)
+        if layer is not None and layer >= num_layers:
             counts["MTP layer"] += 1
         elif name.endswith((".input_scale", ".input_global_scale")):
             counts["activation scales"] += 1

@@ -69,6 +69,7 @@ def load(
     dtype: Any = "auto",
     mesh: Any = None,
     progress: Progress | None = None,
+    check: Callable[[Engine], object] | None = None,
 ) -> Engine:
     """Loads a pair of model folders: HF-format ones, or what `ddtree-jax convert` wrote.
 
@@ -79,23 +80,17 @@ def load(
       dtype: "auto" (float32 on CPU, bfloat16 on GPU; what a converted target holds), "float32" or "bfloat16".
       mesh: None for one device, or a mesh from `ddtree_jax.make_mesh`: experts, heads and widths are split over it.
       progress: called with one line of text now and then while weights load.
+      check: called with the engine as it will be, but without its weights, before they are read; what it raises, such
+        as `requests.check_request` of a request, comes before the wait.
 
     Raises:
       CheckpointError: a folder, file, tensor or pairing that does not fit; nothing half-loaded remains.
       ValueError: a bad argument.
     """
     pair = open_pair(target, drafter, dtype=dtype, mesh=mesh)
-    context = min(CHECKED_CONTEXT, pair.target.config.max_position_embeddings)
-    capacity = estimate(pair.target, pair.drafter, context=context)
-    capacity.require(str(target))
-    for line in capacity.table().splitlines() if progress is not None else ():
-        progress(line)
-    return Engine(
-        target=pair.target.read(progress),
-        drafter=None if pair.drafter is None else pair.drafter.read(progress),
-        tokenizer=pair.tokenizer,
-        name=str(target),
-    )
+    if check is not None:
+        check(pair.outline())
+    return pair.read(progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +100,32 @@ class OpenedPair:
     target: Opened
     drafter: Opened | None
     tokenizer: Tokenizer | None
+    name: str
+
+    def outline(self) -> Engine:
+        """An engine without weights, on which `requests.check_request` works as on the one that `read` returns."""
+        return Engine(self.target, self.drafter, self.tokenizer, self.name)
+
+    def read(self, progress: Progress | None = None) -> Engine:
+        """The engine. Raises `CheckpointError` if the pair cannot fit into memory, before anything is allocated."""
+        context = min(CHECKED_CONTEXT, self.target.config.max_position_embeddings)
+        capacity = estimate(self.target, self.drafter, context=context)
+        for line in capacity.table().splitlines() if progress is not None else ():
+            progress(line)
+        capacity.require(self.name)
+        return Engine(
+            target=self.target.read(progress),
+            drafter=None if self.drafter is None else self.drafter.read(progress),
+            tokenizer=self.tokenizer,
+            name=self.name,
+        )
 
 
 def open_pair(
     target: str | Path = DEMO, drafter: str | Path | None = None, *, dtype: Any = "auto", mesh: Any = None
 ) -> OpenedPair:
     """Opens what `load` loads, with the same arguments and errors, from configs and headers alone."""
+    name = str(target)
     target, drafter = pair_names(target, drafter)
     opened = open_target(target, dtype=dtype, mesh=mesh)
     tokenizer = Tokenizer.from_folder(opened.folder)
@@ -120,10 +135,10 @@ def open_pair(
             f"{opened.folder}/tokenizer.json: {tokenizer.vocab_size} tokens, the model has vocab_size {size}"
         )
     if drafter is None:
-        return OpenedPair(opened, None, tokenizer)
+        return OpenedPair(opened, None, tokenizer, name)
     opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh, auto_dtype=opened.dtype)
     _check_mask_token(opened_drafter.folder, opened_drafter.config.mask_token_id, tokenizer)
-    return OpenedPair(opened, opened_drafter, tokenizer)
+    return OpenedPair(opened, opened_drafter, tokenizer, name)
 
 
 def _check_mask_token(folder: Path, mask: int, tokenizer: Tokenizer | None) -> None:

@@ -1,7 +1,7 @@
 """Checkpoint tensors to parameter arrays on their devices, slice by slice.
 
-Host memory holds one chunk of one leaf at a time and the tensor that fills it: a checkpoint of any size loads within
-twice its largest tensor, whatever the mesh.
+Host memory holds the tensor that is being read, the chunk of a leaf that it fills, and FLIGHT_BYTES of chunks that the
+devices have not taken yet: a checkpoint of any size loads within twice its largest tensor and 1 GiB, whatever the mesh.
 """
 
 from __future__ import annotations
@@ -158,6 +158,9 @@ class _Loader:
         dtype = np.dtype(leaf.dtype)
         for chunk, own in _chunks(whole, found, dtype.itemsize, _split_order(whole, found)):
             parts = {region: common for region in regions if (common := common_box(chunk, region)) is not None}
+            own = self._here(own, parts)
+            if not own:
+                continue
             num_bytes = sum(math.prod(_shape(common)) for common in parts.values()) * dtype.itemsize
             self._wait(num_bytes)
             host = {region: np.empty(_shape(common), dtype) for region, common in parts.items()}
@@ -172,6 +175,16 @@ class _Loader:
         if sharding is None:
             return buffers[None]
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding, list(buffers.values()))
+
+    def _here(self, own: list[Source], parts: dict[Box, Box]) -> list[Source]:
+        """The sources that a device of this process needs; the others are another host's, and count as read."""
+        needed = []
+        for source in own:
+            if any(common_box(source.box, common) is not None for common in parts.values()):
+                needed.append(source)
+            else:
+                self.meter.add(source.files)
+        return needed
 
     def _wait(self, num_bytes: int) -> None:
         """Until so many more bytes may be on their way."""

@@ -16,7 +16,9 @@ import numpy as np
 
 import ddtree_jax
 from ddtree_jax.checkpoint import ShardWriter
+from ddtree_jax.converted import COPIED, appears_whole, check_output, check_room, output_path
 from ddtree_jax.encodings import Encoding, Stored
+from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.folders import open_target
 from ddtree_jax.models.quant import E2M1_MAX, E4M3_MAX, GROUP, decode, quantise
@@ -24,14 +26,6 @@ from ddtree_jax.safetensors_files import map_tensor, read_json, write_json
 
 SHARD_BYTES = 4 * 10**9
 SEARCH_MAX = 256  # largest block scale with `search`: leaves room for a block to be scaled to 4 instead of 6
-COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "added_tokens.json",
-)
 _EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.(experts\.\d+|shared_experts)\.(gate|up|down)_proj\.weight")
 
 
@@ -67,7 +61,7 @@ def quantise_target(
     """Writes the target folder `source` again with its routed experts as NVFP4.
 
     Gate and up of an expert share one global scale, as engines with a fused kernel need. The multi-token-prediction
-    layer is left out. `output` is written under a temporary name beside it and renamed at the end.
+    layer is left out. `output` appears whole or not at all.
 
     Args:
       source: a GLM-5 folder in any encoding; experts that are NVFP4 already are copied.
@@ -80,35 +74,30 @@ def quantise_target(
       CheckpointError: the source is damaged or no GLM-5 target.
       ValueError: the output exists.
     """
-    source, output = Path(source), Path(output)
+    output = output_path(output)
+    check_output(output)
     opened = open_target(source, dtype="float32")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output: {output} exists and is not an empty folder; give another one")
+    if opened.converted is not None:
+        raise CheckpointError(f"{opened.folder}: a converted folder; expected the HF-format folder it was made from")
+    check_room(output, opened.bytes_on_disk)
     config = opened.config
     width = -(-config.moe_intermediate_size // GROUP) * GROUP
     wider = dataclasses.replace(config, moe_intermediate_size=width)
-    partial = output.with_name(output.name + ".partial")
-    if partial.is_dir():
-        shutil.rmtree(partial)
-    elif partial.exists():
-        raise ValueError(f"output: {partial} is in the way, where the folder is built; remove it")
-    writer = ShardWriter(partial, max_shard_bytes)
     error, energy, quantised, copied, after = 0.0, 0.0, 0, 0, 0
-    for number, stored in enumerate(opened.stored.values()):
-        tensors, losses = 0, []
-        for name, tensor, loss in _tensors(stored, opened.stored, config, wider, search):
-            writer.add(name, tensor)
-            tensors, after = tensors + 1, after + tensor.nbytes
-            losses += [] if loss is None else [loss]
-        quantised, copied = quantised + len(losses), copied + (0 if losses else tensors)
-        error, energy = error + sum(loss[0] for loss in losses), energy + sum(loss[1] for loss in losses)
-        if progress is not None and number % 256 == 255:
-            progress(f"quantising {source.name}: {number + 1} of {len(opened.stored)} tensors")
-    writer.close()
-    _write_configs(source, partial, wider)
-    if output.exists():
-        output.rmdir()
-    partial.rename(output)
+    with appears_whole(output) as temporary:
+        writer = ShardWriter(temporary, max_shard_bytes)
+        for number, stored in enumerate(opened.stored.values()):
+            tensors, losses = 0, []
+            for name, tensor, loss in _tensors(stored, opened.stored, config, wider, search):
+                writer.add(name, tensor)
+                tensors, after = tensors + 1, after + tensor.nbytes
+                losses += [] if loss is None else [loss]
+            quantised, copied = quantised + len(losses), copied + (0 if losses else tensors)
+            error, energy = error + sum(loss[0] for loss in losses), energy + sum(loss[1] for loss in losses)
+            if progress is not None and number % 256 == 255:
+                progress(f"quantising {opened.folder.name}: {number + 1} of {len(opened.stored)} tensors")
+        writer.close()
+        _write_configs(opened.folder, temporary, wider)
     return QuantiseReport(
         num_quantised=quantised,
         num_copied=copied,
@@ -189,7 +178,7 @@ def _write_configs(source: Path, folder: Path, config: Glm5Config) -> None:
     original = read_json(source / "config.json")
     quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": GROUP, "exclude_modules": ignore}
     write_json(folder / "hf_quant_config.json", {"producer": description["producer"], "quantization": quantization})
-    for name in COPIED:
+    for name in (*COPIED, "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     changed = {"moe_intermediate_size": config.moe_intermediate_size, "quantization_config": description}

@@ -17,15 +17,12 @@ import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ddtree_jax.errors import CheckpointError
-
-if TYPE_CHECKING:
-    pass
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ddtree_jax.checkpoint import save_leaves
-from ddtree_jax.encodings import Stored, find, left_out
+from ddtree_jax.encodings import Stored, find, layer_number, left_out
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.hub import resolve
 from ddtree_jax.loading import Meter, Progress, load_leaves
@@ -53,7 +53,8 @@ def load_target(
         them, which trains faster and decodes slower. A converted folder keeps the layout that it was saved with.
 
     Raises:
-      CheckpointError: what is missing or does not fit, before any device work.
+      CheckpointError: what is missing or does not fit, before any device work. Whether the memory suffices is for
+        `ddtree_jax.load` to check.
     """
     return open_target(path, dtype=dtype, mesh=mesh, scan=scan).read(progress)
 
@@ -190,7 +191,7 @@ def open_target(path: str | Path, *, dtype: Any = "auto", mesh: Mesh | None = No
         # Lazily: the first tensor that is missing tells before a wrong config becomes a long list.
         stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in target_tensors(config)}
         packed = packed_kernels(config, lambda name: stored[name].is_nvfp4)
-        ignored = _ignored(reader, stored, config.num_hidden_layers)
+        ignored = _ignored(reader, stored, config.num_hidden_layers, with_mtp=True)
     else:
         converted.check_kind(folder, "target")
         resolved, packed, scan = converted.check_dtype(folder, dtype), converted.packed, converted.scan
@@ -321,7 +322,7 @@ def save_drafter(drafter: Drafter, target: Target, folder: str | Path, *, dtype:
     write_json(Path(folder) / "config.json", drafter.config.to_hf() | {"dtype": jnp.dtype(dtype).name})
 
 
-def _ignored(reader: CheckpointReader, stored: Mapping[str, Stored], layers: int) -> str:
+def _ignored(reader: CheckpointReader, stored: Mapping[str, Stored], layers: int, *, with_mtp: bool = False) -> str:
     """What a folder holds beside the weights, in words; a bias is refused, as it would belong to another network."""
     used = {name for tensor in stored.values() for name in tensor.names}
     bias = next((name for name in reader.entries if name.endswith(".bias") and _stands_for(name, stored)), None)
@@ -330,9 +331,25 @@ def _ignored(reader: CheckpointReader, stored: Mapping[str, Stored], layers: int
             f"{reader.entries[bias].file}: tensor {bias!r}: this network has no such bias; expected a checkpoint of "
             "GLM-5 or DFlash without it"
         )
+    _no_further_layers(reader.entries, layers, with_mtp=with_mtp)
     counts = left_out(reader.entries, used, layers)
     named = ", ".join(f"{count} of {category}" for category, count in counts.items())
     return f"; left out: {named}" if named else ""
+
+
+def _no_further_layers(entries: Mapping[str, Any], layers: int, *, with_mtp: bool) -> None:
+    """A config with too few layers would silently load the beginning of a network.
+
+    with_mtp: one more layer may follow, if it is the multi-token-prediction layer, which has an `eh_proj`.
+    """
+    is_mtp = with_mtp and any(name.startswith(f"model.layers.{layers}.eh_proj.") for name in entries)
+    for name, entry in entries.items():
+        number = layer_number(name)
+        if number is not None and number >= layers + is_mtp:
+            raise CheckpointError(
+                f"{entry.file}: tensor {name!r}: config.json has num_hidden_layers {layers}, expected no tensor of a "
+                "later layer but those of one multi-token-prediction layer"
+            )
 
 
 def _stands_for(name: str, stored: Mapping[str, Stored]) -> bool:

@@ -80,7 +80,16 @@ def below(names: Sequence[str], prefix: str) -> tuple[str, ...]:
 def multiply(spec: str, x: jax.Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """`layers.einsum` of activations with a kernel, packed or not."""
     axis = kernel.axis if isinstance(kernel, PackedKernel) else 0
-    return einsum(spec, x, array_values(kernel_arrays(kernel), axis, x.dtype), out_dtype)
+    return multiply_arrays(spec, x, kernel_arrays(kernel), axis, out_dtype)
+
+
+def multiply_arrays(
+    spec: str, x: jax.Array, arrays: tuple[jax.Array, ...], axis: int, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """The same with `kernel_arrays`, or slices of them, that are packed along `axis` if they are: the one place that
+    multiplies with packed weights.
+    """
+    return einsum(spec, x, array_values(arrays, axis, x.dtype), out_dtype)
 
 
 class Linear(nnx.Module):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.layers import einsum, truncated_init
-from ddtree_jax.models.linear import SwiGLU, array_values, below, kernel_arrays, make_kernel, multiply
+from ddtree_jax.models.linear import SwiGLU, below, kernel_arrays, make_kernel, multiply, multiply_arrays
 from ddtree_jax.models.sharding import partition, target_dims
 
 DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
@@ -172,13 +172,10 @@ def _loop_over_hit_experts(
 
     def body(i: jax.Array, total: jax.Array) -> jax.Array:
         e = order[i]
-        own_gate_up, own_down = (
-            array_values(tuple(_of_expert(array, repeat, e) for array in arrays), 0, x.dtype)
-            for arrays in (gate_up, down)
-        )
-        gu = einsum("md,dci->mci", x, own_gate_up)
+        own_gate_up, own_down = (tuple(_of_expert(a, repeat, e) for a in arrays) for arrays in (gate_up, down))
+        gu = multiply_arrays("md,dci->mci", x, own_gate_up, axis=0)
         h = jax.nn.silu(gu[:, 0]) * gu[:, 1]
-        y = einsum("mi,id->md", h, own_down, out_dtype=jnp.float32)
+        y = multiply_arrays("mi,id->md", h, own_down, axis=0, out_dtype=jnp.float32)
         return total + y * jax.lax.dynamic_index_in_dim(weights, e, axis=1)
 
     return jax.lax.fori_loop(0, jnp.sum(hit), body, jnp.zeros(x.shape, jnp.float32))

@@ -236,6 +236,9 @@ def write_leaves(folder: Path, leaves: Mapping[tuple, jax.Array]) -> dict[str, i
         raise CheckpointError(f"{folder}: cannot be written: {_line(error)}") from error
     root = folder / ORBAX_NAME
     files = sorted(file for file in root.rglob("*") if file.is_file())
+    for file in files:  # to the disk, before a manifest says that they are whole
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
     return {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
 
 
@@ -312,7 +315,7 @@ def read_leaves(folder: Path, leaves: Mapping[tuple, Any], meter: Meter) -> dict
       path -> array. Raises `CheckpointError` naming the leaf that cannot be read.
     """
     stores = _open_stores(folder, leaves)
-    tiles = (tile for path, leaf in leaves.items() for tile in _tiles(path, leaf, stores[path]))
+    tiles = (tile for path, leaf in leaves.items() for tile in _tiles_here(path, leaf, stores[path], meter))
     placed: dict[tuple, _Placed] = {}
     pending: list[jax.Array] = []
     for tile, values in _read_ahead(folder, tiles):
@@ -363,6 +366,16 @@ def _open_stores(folder: Path, leaves: Mapping[tuple, Any]) -> dict[tuple, Any]:
             raise CheckpointError(f"{where}: {found[1]} {list(found[0])}, expected {leaf.dtype} {list(leaf.shape)}")
         stores[path] = store
     return stores
+
+
+def _tiles_here(path: tuple, leaf: Any, store: Any, meter: Meter) -> Iterator[_Tile]:
+    """The tiles that a device of this process needs; the others are another host's, and count as read."""
+    regions = regions_of(leaf.shape, leaf.sharding)
+    for tile in _tiles(path, leaf, store):
+        if any(common_box(tile.box, region) is not None for region in regions):
+            yield tile
+        else:
+            meter.add([(Path(leaf_name(path)), tile.num_bytes)])
 
 
 def _tiles(path: tuple, leaf: Any, store: Any) -> Iterator[_Tile]:

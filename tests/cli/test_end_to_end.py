@@ -13,6 +13,7 @@ import pytest
 
 import ddtree_jax
 from ddtree_jax import bench, cli
+from ddtree_jax.engine import demo_folder
 
 PROMPT = "def add(a, b):\n"
 SHORT = ("--max-new-tokens", "24")
@@ -183,3 +184,25 @@ def test_doctor_is_content_with_this_installation():
     report = json.loads(out)
     assert report["healthy"], err
     assert {finding["name"]: finding["status"] for finding in report["findings"]}["demo pair"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("generate", PROMPT, "--target", "TARGET"), "needs a drafter"),
+        (("generate", PROMPT, "--stop-token-ids", "2048"), "stop_token_ids"),
+        (("generate", "", *SHORT), "prompt"),
+        (("generate", PROMPT, "--max-new-tokens", "99999"), "the model's positions"),
+        (("bench", "--prompts", "10000"), "prompts: got 10000"),
+        (("bench", "--target", "TARGET"), "needs a drafter"),
+    ],
+)
+def test_what_the_weights_cannot_change_is_told_before_they_load(monkeypatch, capsys, argv, message):
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were read first")
+
+    monkeypatch.setattr("ddtree_jax.models.folders.load_leaves", refuse)
+    argv = [str(demo_folder() / "target") if word == "TARGET" else word for word in argv]
+    assert cli.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

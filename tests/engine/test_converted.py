@@ -399,7 +399,7 @@ converted.convert(sys.argv[1], None, sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("at", ["write_leaves", "write_manifest", "_check_room", "_sync"])
+@pytest.mark.parametrize("at", ["write_leaves", "write_manifest", "check_room", "_sync"])
 def test_a_killed_conversion_leaves_no_checkpoint_that_looks_whole(source, pair, tmp_path, at):
     output = tmp_path / "out"
     child = subprocess.Popen(
@@ -412,7 +412,7 @@ def test_a_killed_conversion_leaves_no_checkpoint_that_looks_whole(source, pair,
         child.wait()
         child.stdout.close()
     left = list(tmp_path.iterdir())
-    if at == "_check_room":
+    if at == "check_room":
         assert not left
     elif at == "_sync":
         assert left == [output]  # it had its name already

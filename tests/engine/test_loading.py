@@ -4,13 +4,18 @@ import dataclasses
 import json
 import shutil
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ddtree_jax
+from ddtree_jax import loading
+from ddtree_jax.encodings import Stored
 from ddtree_jax.models import load_drafter, load_target, make_drafter, make_target, save_drafter, save_target
+from ddtree_jax.models.folders import open_target
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.safetensors_files import read_header
 from tests.engine.conftest import DRAFTER, TARGET
@@ -91,6 +96,40 @@ def test_a_checkpoint_that_ends_in_the_mtp_layer_loads(copy):
 
     rewrite(copy / "target" / "model.safetensors", add)
     assert load_target(copy / "target").config == TARGET
+
+
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_a_config_with_too_few_layers_is_refused(copy, part):
+    """It would load the beginning of a network, and the rest would look like an MTP layer."""
+    layers = {"target": dict(indexer_types=["full"] * 2, mlp_layer_types=["dense", "sparse"]), "drafter": {}}[part]
+    changes = {"num_hidden_layers": 2 if part == "target" else 1, "layer_types": KeyError, **layers}
+    edit(copy / part / "config.json", **changes)
+    with pytest.raises(ddtree_jax.CheckpointError, match=r"layers\.\d.*num_hidden_layers"):
+        load_pair(copy)
+
+
+def test_what_no_device_here_holds_is_not_read(folders, monkeypatch):
+    """As on one of several hosts: of the experts only those are fetched that lie in a region of a device here."""
+    opened = open_target(folders / "target", dtype="float32")
+    path, leaf = next((p, leaf) for p, leaf in opened.leaves.items() if p[-2:] == ("mlp", "gate_up"))
+    found = loading.sources(opened.specs(), opened.stored, opened.leaves)[path]
+    regions = {tuple(slice(0, n) for n in (*leaf.shape[:3], 2, *leaf.shape[4:])): ["a device"]}  # experts 0 and 1
+    placed, fetched = [], []
+    monkeypatch.setattr(loading, "regions_of", lambda shape, sharding: regions)
+    monkeypatch.setattr(loading, "put_piece", lambda buffers, *rest: placed.append(rest) or jnp.zeros(()))
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *rest: None)
+    monkeypatch.setattr(Stored, "decoded", _remembering(fetched, Stored.decoded))
+    with ThreadPoolExecutor(1) as pool:
+        loading._Loader(loading.Meter(opened.stored.values()), pool).leaf(leaf, "a mesh", found)
+    assert placed and {name.split(".")[5] for name in fetched} == {"0", "1"}
+
+
+def _remembering(names, original):
+    def decoded(self, dtype):
+        names.append(self.name)
+        return original(self, dtype)
+
+    return decoded
 
 
 def _drop_tensor(root):

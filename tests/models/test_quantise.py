@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from ddtree_jax import CheckpointError, quantise
+from ddtree_jax.converted import convert
 from ddtree_jax.models import load_target, target_logits
 from ddtree_jax.models.params import mtp_tensors, target_tensors
 from ddtree_jax.quantise import QuantiseReport, quantise_target
@@ -235,10 +237,9 @@ def test_an_output_that_exists_is_left_alone(source, tmp_path):
         with pytest.raises(ValueError, match=r"^output: .* exists"):
             quantise_target(source, output)
         assert (snapshot(output) if output.is_dir() else output.read_bytes()) == before
-        assert not output.with_name(f"{output.name}.partial").exists()
+        assert not list(output.parent.glob("*.partial*"))
     (tmp_path / "taken.partial").write_text("mine as well")
-    with pytest.raises(ValueError, match=r"^output: .*taken\.partial is in the way"):
-        quantise_target(source, tmp_path / "taken")
+    quantise_target(source, tmp_path / "taken")
     assert (tmp_path / "taken.partial").read_text() == "mine as well"
 
 
@@ -253,9 +254,9 @@ class Interruption(BaseException):
     pass
 
 
-@pytest.mark.parametrize("where", ["quantise", "write_json", "copyfile", "rename"])
+@pytest.mark.parametrize("where", ["quantise", "write_json", "copyfile"])
 def test_an_interrupted_run_leaves_nothing_that_looks_whole(source, quantised, tmp_path, monkeypatch, where):
-    place = {"quantise": quantise, "write_json": quantise, "copyfile": quantise.shutil, "rename": quantise.Path}[where]
+    place = {"quantise": quantise, "write_json": quantise, "copyfile": quantise.shutil}[where]
     original, calls = getattr(place, where), []
 
     def fail(*args, **kwargs):
@@ -270,13 +271,24 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(source, quantised, t
         patch.setattr(place, where, fail)
         with pytest.raises(Interruption):
             quantise_target(source, output, max_shard_bytes=20_000)
-    assert calls and not output.exists() and snapshot(source) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    if where != "rename":  # whole but for its name
-        with pytest.raises(CheckpointError):
-            load_target(tmp_path / "out.partial")
+    assert calls and snapshot(source) == before and not list(tmp_path.iterdir())
     quantise_target(source, output)
-    assert snapshot(output) == snapshot(quantised[0]) and not (tmp_path / "out.partial").exists()
+    assert snapshot(output) == snapshot(quantised[0])
+
+
+def test_a_folder_under_its_temporary_name_never_loads(quantised, tmp_path):
+    """What a killed run leaves, even one that was killed at the rename."""
+    shutil.copytree(quantised[0], tmp_path / "out.partial-0123abcd")
+    with pytest.raises(CheckpointError, match="unfinished"):
+        load_target(tmp_path / "out.partial-0123abcd")
+
+
+def test_a_converted_source_is_refused(source, tmp_path):
+    """It has no HF tensors: without the check the output would be an empty checkpoint."""
+    convert(source, None, tmp_path / "converted")
+    with pytest.raises(CheckpointError, match="converted folder"):
+        quantise_target(tmp_path / "converted", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def damaged(folder, change):
