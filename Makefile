@@ -37,10 +37,10 @@ format: $(STAMP)
 	$(BIN)/python -m ruff format .
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
 test-all: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu'
 
 bench: $(STAMP)
 	$(BIN)/ddtree-jax bench

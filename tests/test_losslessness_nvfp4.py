@@ -81,7 +81,7 @@ def random_engine(tmp_path_factory):
     return engine
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_a_random_pair_with_many_experts(random_engine, temperature):
     rng = np.random.default_rng(8)
     prompts = [rng.integers(0, 61, length).tolist() for length in (4, 11, 23)]

@@ -88,6 +88,7 @@ def test_the_loss_is_that_of_the_rows_and_that_of_the_candidates(pair2, sizes2: 
     assert float(loss(target.params, drafter.params, jnp.asarray(text))) == pytest.approx(np.mean(losses), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_training_moves_what_dflash2_adds(pair2, sizes2: DemoSizes) -> None:
     """From the identity on: every new leaf gets a gradient, and the loss falls on one batch."""
     target, _ = pair2
@@ -121,6 +122,7 @@ def test_training_moves_what_dflash2_adds(pair2, sizes2: DemoSizes) -> None:
     assert float(loss(params)) < float(loss(silent)) - 0.1
 
 
+@pytest.mark.slow
 def test_simulated_rounds_are_those_of_real_decoding(pair2, sizes2: DemoSizes) -> None:
     target, drafter = pair2
     prompt_length, new = 12, 10
