@@ -77,6 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from ddtree_jax import abstract, decoding
     from ddtree_jax.algorithm import SpeculativeAlgorithm
     from ddtree_jax.models import DFlashConfig, Glm5Config, make_mesh, published
+    from ddtree_jax.models.folders import describe_drafter, describe_target
 
     name, mesh = args.targets, args.meshes
     values = published.TARGETS[name] if name in published.TARGETS else json.loads(Path(name).read_text())
@@ -84,10 +85,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     values = drafter_values(args.drafter, published.GLM_5_3_DFLASH2)
     started = time.perf_counter(), user_seconds()
     expert, tensor = (int(n) for n in mesh.split("x"))
-    target = abstract.describe_target(
-        config, mesh=make_mesh(expert, tensor), packed=abstract.packed_experts(config), name=name
-    )
-    drafter = abstract.describe_drafter(DFlashConfig.from_hf(values), target)
+    target = describe_target(config, mesh=make_mesh(expert, tensor), packed=abstract.packed_experts(config))
+    drafter = describe_drafter(DFlashConfig.from_hf(values), config, mesh=target.mesh)
     plan, weights = abstract.abstract_plan(target, drafter, SpeculativeAlgorithm.DDTREE, args.budget)
     shared = plan.for_prefill()
     prompt = abstract.abstract_prefill(shared, weights, args.batch, args.context)

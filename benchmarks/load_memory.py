@@ -21,39 +21,27 @@ import numpy as np
 from ddtree_jax.checkpoint import ShardWriter
 from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.params import target_tensors
+from ddtree_jax.models.published import GLM_5_2
 from ddtree_jax.safetensors_files import write_json
 
 SHARD_BYTES = 500 * 10**6
 
 
 def config_of(num_layers: int) -> Glm5Config:
-    """GLM-5 in everything but width and depth: one MoE layer is 0.82 GB of bfloat16."""
-    full = tuple("full" if i < 3 or (i - 2) % 4 == 0 else "shared" for i in range(num_layers))
-    return Glm5Config.from_hf(
-        {
-            "model_type": "glm_moe_dsa",
-            "vocab_size": 154880,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 1024,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 16,
-            "q_lora_rank": 768,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 192,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 256,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 8,
-            "index_topk": 2048,
-            "index_n_heads": 32,
-            "index_head_dim": 128,
-            "indexer_types": full,
-            "mlp_layer_types": ["dense"] + ["sparse"] * (num_layers - 1),
-            "rope_parameters": {"rope_theta": 8e6},
-            "max_position_embeddings": 4096,
-        }
-    )
+    """GLM-5.2 in everything but width and depth: one MoE layer is 0.82 GB of bfloat16."""
+    smaller = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 16,
+        "q_lora_rank": 768,
+        "n_routed_experts": 64,
+        "indexer_types": GLM_5_2["indexer_types"][:num_layers],
+        "mlp_layer_types": ["dense"] + ["sparse"] * (num_layers - 1),
+        "max_position_embeddings": 4096,
+    }
+    return Glm5Config.from_hf(GLM_5_2 | smaller)
 
 
 def write_synthetic(folder: pathlib.Path, gigabytes: float, nvfp4: bool) -> int:

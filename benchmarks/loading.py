@@ -83,10 +83,9 @@ def make_synthetic(name: str, size: str) -> dict:
     import ml_dtypes
     import numpy as np
 
+    from ddtree_jax.checkpoint import ShardWriter
     from ddtree_jax.models.folders import write_target_config
     from ddtree_jax.models.params import target_tensors
-
-    from ddtree_jax.checkpoint import ShardWriter  # isort: skip  (the models come first: they import each other)
 
     config, folder = synthetic_config(float(size)), Path(name)
     rng = np.random.default_rng(0)

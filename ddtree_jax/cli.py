@@ -24,7 +24,7 @@ from ddtree_jax.cli_engine import (
     mesh_sizes,
     progress_writer,
 )
-from ddtree_jax.errors import CheckpointError, UnsupportedRequestError
+from ddtree_jax.errors import CheckpointError, UnsupportedRequestError, one_line
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -97,8 +97,7 @@ def _discard_stdout() -> None:
 
 
 def _print_error(error: Exception) -> None:
-    message = " ".join(str(error).split()) or type(error).__name__
-    print(f"ddtree-jax: error: {message}", file=sys.stderr)
+    print(f"ddtree-jax: error: {one_line(error, limit=10_000)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

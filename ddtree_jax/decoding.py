@@ -104,19 +104,36 @@ def make_plan(
     engine: Engine, algorithm: SpeculativeAlgorithm, budget: int, mode: str, *, debug: bool = False
 ) -> tuple[Plan, Weights]:
     """The static plan and the weights of one algorithm on one engine."""
+    target, drafter = (
+        None if model is None else (model.config, model.static, model.arrays)
+        for model in (engine.target, engine.drafter)
+    )
+    return plan_of(target, drafter, algorithm, budget, mode, debug=debug)
+
+
+def plan_of(
+    target: tuple[Any, StaticModel, list[Any]],
+    drafter: tuple[Any, StaticModel, list[Any]] | None,
+    algorithm: SpeculativeAlgorithm,
+    budget: int,
+    mode: str,
+    *,
+    debug: bool = False,
+) -> tuple[Plan, Weights]:
+    """As `make_plan`, from (config, static model, parameter leaves) of each model; the leaves may be shapes alone."""
     row = capabilities(algorithm)
-    drafter = engine.drafter if row.needs_drafter else None
+    config, static, arrays = drafter if drafter is not None and row.needs_drafter else (None, None, None)
     plan = Plan(
         algorithm=algorithm,
         budget=budget if row.branching else 0,
-        draft_depth=0 if drafter is None else drafter.config.draft_depth,
-        taps=() if drafter is None else drafter.config.target_layer_ids,
+        draft_depth=0 if config is None else config.draft_depth,
+        taps=() if config is None else config.target_layer_ids,
         mode=mode,
-        target=engine.target.static,
-        drafter=None if drafter is None else drafter.static,
+        target=target[1],
+        drafter=static,
         debug=debug,
     )
-    return plan, Weights(engine.target.arrays, None if drafter is None else drafter.arrays)
+    return plan, Weights(target[2], arrays)
 
 
 def chunk_tokens(longest_prompt: int) -> int:

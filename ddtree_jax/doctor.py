@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ddtree_jax
+from ddtree_jax.errors import one_line
 
 if TYPE_CHECKING:
     from ddtree_jax.capacity import Capacity
@@ -75,7 +76,7 @@ def examine() -> Report:
         try:
             findings += check()
         except Exception as error:  # the whole point is to report it
-            findings.append(Finding(name, f"not available: {_one_line(error)}", "bad"))
+            findings.append(Finding(name, f"not available: {type(error).__name__}: {one_line(error)}", "bad"))
     return Report(tuple(findings))
 
 
@@ -149,10 +150,6 @@ def _folder(opened: "Opened") -> tuple[tuple[str, str], ...]:
         ("", f"{parameters / 1e9:.3f} billion parameters, {opened.bytes_on_disk / 1e9:.3f} GB on disk"),
         ("", f"weights: {encodings}{opened.ignored}"),
     )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _version(package: str) -> str | None:

@@ -4,6 +4,12 @@ Each message names what was wrong, what was found and what would be right, in on
 """
 
 
+def one_line(error: object, limit: int = 300) -> str:
+    """The words of an error or a message without its line breaks, cut to `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class CheckpointError(Exception):
     """A model folder cannot be used: a file, config key, tensor, shape or pairing is missing or misfits."""
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddtree_jax.errors import UnsupportedRequestError
+from ddtree_jax.errors import UnsupportedRequestError, one_line
 from ddtree_jax.grammar_bytes import TrieNode, trie
 from ddtree_jax.grammar_empty import lark_admits_nothing, schema_admits_nothing
 from ddtree_jax.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ KINDS = ("json_schema", "regex", "lark", "choices")
 # below. Whatever passes them meets the library's own limits on lexer and parser, which bound each later step.
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_SCHEMA_NESTING = 100
-MAX_MESSAGE = 300  # characters of a library message that are passed on
 # The library recurses once per rule of a chain of rules, about 3 KB each; the usual 8 MiB end at 3,000 rules.
 _STACK_BYTES = 256 * 2**20
 _MAX_COMPILED = 64  # grammars that one vocabulary remembers
@@ -66,7 +65,7 @@ class Grammar:
         _check_text(self.kind, self.text)
         message = _with_large_stack(lambda: _library().LLMatcher.validate_grammar(self.program(), limits=_limits()))
         if message and not message.startswith("WARNING"):
-            raise ValueError(f"grammar {self.kind}: {_one_line(message)}")
+            raise ValueError(f"grammar {self.kind}: {library_message(message)}")
         endless = (self.kind == "json_schema" and schema_admits_nothing(json.loads(self.text))) or (
             self.kind == "lark" and lark_admits_nothing(self.text)
         )
@@ -228,7 +227,7 @@ class GrammarVocabulary:
             lambda: library.LLMatcher(self._inner, grammar.program(), log_level=0, limits=_limits())
         )
         if matcher.is_error():
-            raise ValueError(f"grammar {grammar.kind}: {_one_line(matcher.get_error())}")
+            raise ValueError(f"grammar {grammar.kind}: {library_message(matcher.get_error())}")
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > _MAX_COMPILED:
@@ -352,14 +351,13 @@ def _with_large_stack(call: Callable[[], Any]) -> Any:
     if isinstance(error, Exception):
         raise error
     if error is not None:  # a panic of the library is no Exception
-        raise ValueError(f"grammar: the library failed on it: {_one_line(str(error))}")
+        raise ValueError(f"grammar: the library failed on it: {library_message(error)}")
     return value
 
 
-def _one_line(message: str) -> str:
-    """Of a library message that may draw the place in several lines: all its words, cut to a readable length."""
-    words = " ".join(message.replace("<non-verbose/>", "").split())
-    return words if len(words) <= MAX_MESSAGE else words[: MAX_MESSAGE - 3] + "..."
+def library_message(message: object) -> str:
+    """A message of the library, which may draw the place in several lines, in one."""
+    return one_line(str(message).replace("<non-verbose/>", ""))
 
 
 def _literal(text: str) -> str:
@@ -402,7 +400,7 @@ def _parse_json(kind: str, text: str) -> Any:
     except RecursionError:
         raise ValueError(f"grammar {kind}: nested deeper than the {MAX_SCHEMA_NESTING} levels allowed") from None
     except ValueError as error:
-        raise ValueError(f"grammar {kind}: not JSON: {_one_line(str(error))}") from None
+        raise ValueError(f"grammar {kind}: not JSON: {library_message(error)}") from None
 
 
 def _no_constant(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddtree_jax.errors import InvariantError
-from ddtree_jax.grammar import CompiledGrammar, _one_line
+from ddtree_jax.grammar import CompiledGrammar, library_message
 
 _T = TypeVar("_T")
 
@@ -25,7 +25,7 @@ class _LimitReached(ValueError):
     def __init__(self, error: str):
         # The parser's limits are for one step, those of the lexer for all that copies of a template ever did.
         self.is_worn = "parser error" not in error.lower()
-        super().__init__(f"grammar: too complex at this place of the text: {_one_line(error)}")
+        super().__init__(f"grammar: too complex at this place of the text: {library_message(error)}")
 
 
 class SequenceGrammar:

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ddtree_jax.errors import CheckpointError
+from ddtree_jax.errors import CheckpointError, one_line
+from ddtree_jax.safetensors_files import INDEX_NAME, SINGLE_NAME
 
 # One name before the slash and one after it, as the hub allows them; "./x", "../x" and "/x" are paths.
 _PART = r"(?!.*(?:--|\.\.))[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
@@ -19,7 +20,7 @@ MAX_LENGTH = 96
 
 WANTED = ["*.safetensors", "*.json", "*.jinja"]
 UNWANTED = ["*/*"]  # subfolders hold the same weights for other programs
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+CONFIG = "config.json"
 
 
 def is_repository_id(name: str | Path) -> bool:
@@ -85,13 +86,13 @@ def missing_file(folder: Path) -> str | None:
     """
     if not _exists(folder / CONFIG):
         return CONFIG
-    if not os.path.lexists(folder / INDEX):
-        return None if _exists(folder / WEIGHTS) else WEIGHTS
+    if not os.path.lexists(folder / INDEX_NAME):
+        return None if _exists(folder / SINGLE_NAME) else SINGLE_NAME
     try:
-        shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        shards = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"].values()
         return next((str(shard) for shard in shards if not _exists(folder / str(shard))), None)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return INDEX
+        return INDEX_NAME
 
 
 def _explained(errors: Any, error: Exception) -> tuple[str, str]:
@@ -102,8 +103,7 @@ def _explained(errors: Any, error: Exception) -> tuple[str, str]:
         return "there is no such repository, or it is private", "check its name, or log in (`hf auth login`)"
     if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         return "the hub cannot be reached (offline, or HF_HUB_OFFLINE is set)", "go online"
-    text = " ".join(str(error).split()) or type(error).__name__
-    return (text if len(text) <= 200 else f"{text[:180]}..."), "try again"
+    return one_line(error, 200), "try again"
 
 
 def _exists(path: Path) -> bool:

@@ -115,8 +115,7 @@ def _shape(box: Box) -> tuple[int, ...]:
 def load_leaves(
     specs: Iterable[TensorSpec],
     stored: Mapping[str, Stored],
-    leaves: Mapping[tuple, Any],
-    shardings: Mapping[tuple, NamedSharding] | None = None,
+    leaves: Mapping[tuple, jax.ShapeDtypeStruct],
     meter: Meter | None = None,
 ) -> dict[tuple, jax.Array]:
     """Reads a checkpoint into device arrays.
@@ -124,8 +123,7 @@ def load_leaves(
     Args:
       specs: the name map of the model.
       stored: tensor name -> where and how it lies on disk, for every spec.
-      leaves: path -> anything with shape and dtype, every parameter leaf of the model.
-      shardings: path -> where the leaf goes; None: the default device.
+      leaves: path -> shape, dtype and sharding (None: the default device) of every parameter leaf of the model.
       meter: hears what has been read.
 
     Returns:
@@ -137,10 +135,7 @@ def load_leaves(
         assert filled == math.prod(leaf.shape), f"the name map leaves {path} partly unset"
     with ThreadPoolExecutor(THREADS) as pool:
         loader = _Loader(meter or Meter([]), pool)
-        return {
-            path: loader.leaf(leaf, None if shardings is None else shardings[path], by_leaf[path])
-            for path, leaf in leaves.items()
-        }
+        return {path: loader.leaf(leaf, by_leaf[path]) for path, leaf in leaves.items()}
 
 
 class _Loader:
@@ -151,7 +146,8 @@ class _Loader:
         self.flight: deque[tuple[int, list[jax.Array]]] = deque()
         self.fetched: tuple[Source, np.ndarray] | None = None  # several chunks may need the same tensor in a row
 
-    def leaf(self, leaf: Any, sharding: NamedSharding | None, found: list[Source]) -> jax.Array:
+    def leaf(self, leaf: jax.ShapeDtypeStruct, found: list[Source]) -> jax.Array:
+        sharding = leaf.sharding
         whole = tuple(slice(0, size) for size in leaf.shape)
         regions = regions_of(leaf.shape, sharding)
         buffers: dict[Any, jax.Array] = {}

@@ -127,7 +127,7 @@ def _tensors(
         yield stored.name, tensor, None
         return
     weight = _widened(stored.decoded(np.float32), found[2], wider.moe_intermediate_size)
-    multiplier = _shared_multiplier(stored, everything, search) if found[2] in ("gate", "up") else None
+    multiplier = _shared_multiplier(stored, weight, everything, search) if found[2] in ("gate", "up") else None
     codes, scales, factor = quantise(weight, multiplier=multiplier, search=search)
     yield stored.name, codes, _loss(weight, codes, scales, factor)
     yield f"{stored.name}_scale", scales, None
@@ -148,11 +148,12 @@ def _widened(weight: np.ndarray, projection: str, width: int) -> np.ndarray:
     return out
 
 
-def _shared_multiplier(stored: Stored, everything: dict[str, Stored], search: bool) -> float | None:
+def _shared_multiplier(stored: Stored, weight: np.ndarray, everything: dict[str, Stored], search: bool) -> float | None:
+    """Of gate and up together; weight: `stored`, decoded."""
     other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     half = stored.name.split(".")[-2]
-    pair = everything[stored.name.replace(half, other[half])]
-    peak = max(float(np.abs(weight.decoded(np.float32)).max()) for weight in (stored, pair))
+    pair = everything[stored.name.replace(half, other[half])].decoded(np.float32)
+    peak = max(float(np.abs(values).max()) for values in (weight, pair))
     if not peak:
         return None
     tiny = float(np.finfo(np.float32).tiny)  # a smaller multiplier would be zero to some devices

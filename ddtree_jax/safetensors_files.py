@@ -240,10 +240,6 @@ class CheckpointReader:
                 )
         return entries
 
-    def array(self, name: str) -> np.ndarray:
-        """A read-only memory map of one tensor, in the dtype that its file gives it."""
-        return map_tensor(self.entries[name])
-
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
     """Writes one file under a temporary name and renames it."""

@@ -81,7 +81,8 @@ def load_drafter(
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A folder whose config and headers have been checked, and of whose weights nothing has been read yet.
+    """A folder whose config and headers have been checked, and of whose weights nothing has been read yet; or a model
+    that is only described (`describe_target`), which has none.
 
     stored: tensor name -> where and how it lies on disk.
     specs: the name map.
@@ -95,12 +96,12 @@ class Opened:
     config: Glm5Config | DFlashConfig
     folder: Path
     kind: type[Target] | type[Drafter]
-    stored: Mapping[str, Stored]
     specs: Callable[[], Iterable[TensorSpec]]
     build: functools.partial
     mesh: Mesh | None
     shard: Callable[[tuple, tuple[int, ...]], NamedSharding] | None
     dtype: jnp.dtype
+    stored: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
     ignored: str = ""
     converted: Manifest | None = None
 
@@ -112,17 +113,17 @@ class Opened:
     @property
     def leaves(self) -> dict[tuple, jax.ShapeDtypeStruct]:
         """path -> shape, dtype and sharding of every parameter leaf."""
-        shardings = self.shardings
+        shard = self.shard or (lambda path, shape: None)
         return {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if shardings is None else shardings[path])
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shard(path, leaf.shape))
             for path, leaf in flat_leaves(self.abstract[1]).items()
         }
 
-    @property
-    def shardings(self) -> dict[tuple, NamedSharding] | None:
-        if self.shard is None:
-            return None
-        return {path: self.shard(path, leaf.shape) for path, leaf in flat_leaves(self.abstract[1]).items()}
+    def checked(self) -> Opened:
+        """Itself; `CheckpointError` if a manifest names other leaves than these."""
+        if self.converted is not None:
+            self.converted.check_leaves(self.folder, self.leaves)
+        return self
 
     @property
     def bytes_on_disk(self) -> int:
@@ -139,7 +140,9 @@ class Opened:
         return total
 
     def read(self, progress: Progress | None = None) -> Any:
-        """The `Target` or `Drafter`. Raises ValueError on a mesh without devices."""
+        """The `Target` or `Drafter`. Raises ValueError on a mesh without devices, and where there are no weights."""
+        if not self.stored and self.converted is None:
+            raise ValueError(f"{self.folder}: described by its config alone, without weights to read; open a folder")
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError(f"mesh: got {self.mesh!r}, allowed is a mesh of devices that are here")
         say = progress or (lambda message: None)
@@ -148,7 +151,7 @@ class Opened:
         if self.converted is None:
             say(f"loading {name}: {len(self.stored)} tensors{self.ignored}")
             meter = Meter(self.stored.values(), name, progress)
-            arrays = load_leaves(self.specs(), self.stored, flat_leaves(params), self.shardings, meter)
+            arrays = load_leaves(self.specs(), self.stored, leaves, meter)
         else:
             say(f"loading {name}: {len(leaves)} arrays of a converted checkpoint")
             parts = {Path(leaf_name(path)): leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
@@ -178,40 +181,78 @@ def with_arrays(params: Any, arrays: Mapping[tuple, jax.Array]) -> Any:
     return filled
 
 
+def describe_target(
+    config: Glm5Config,
+    *,
+    folder: Path = Path("target"),
+    dtype: Any = jnp.bfloat16,
+    mesh: Mesh | None = None,
+    scan: bool = True,
+    packed: PackedKernels | None = None,
+    **found: Any,
+) -> Opened:
+    """A target by its config, with what was found in its folder; without that it can be measured and not read.
+
+    dtype: of whatever is neither packed nor float32 by nature.
+    """
+    mesh, dtype = check_mesh(mesh), jnp.dtype(dtype)
+    return Opened(
+        config=config,
+        folder=folder,
+        kind=Target,
+        specs=functools.partial(target_tensors, config, scan=scan, packed=packed),
+        build=functools.partial(Glm5, config, dtype=dtype, scan=scan, packed=packed, mesh=mesh),
+        mesh=mesh,
+        shard=None if mesh is None else target_sharding(config, mesh),
+        dtype=dtype,
+        **found,
+    )
+
+
+def describe_drafter(
+    config: DFlashConfig,
+    target: Glm5Config,
+    *,
+    folder: Path = Path("drafter"),
+    dtype: Any = jnp.bfloat16,
+    mesh: Mesh | None = None,
+    **found: Any,
+) -> Opened:
+    """The same for a drafter; `CheckpointError` if it does not fit the target."""
+    check_pair(config, target, str(folder))
+    mesh, dtype, width = check_mesh(mesh), jnp.dtype(dtype), target.hidden_size
+    return Opened(
+        config=config,
+        folder=folder,
+        kind=Drafter,
+        specs=functools.partial(drafter_tensors, config, width),
+        build=functools.partial(DFlash, config, dtype=dtype, target_hidden_size=width),
+        mesh=mesh,
+        shard=None if mesh is None else drafter_sharding(config, mesh),
+        dtype=dtype,
+        **found,
+    )
+
+
 def open_target(path: str | Path, *, dtype: Any = "auto", mesh: Mesh | None = None, scan: bool = True) -> Opened:
     """Checks a target folder as `load_target` does and reads no weights."""
     mesh = check_mesh(mesh)
     resolved, folder = resolve_dtype(dtype), _model_folder(path)
     converted = read_manifest(folder)
     config = read_target_config(folder)
-    stored: dict[str, Stored] = {}
-    ignored = ""
-    if converted is None:
+    if converted is not None:
+        converted.check_kind(folder, "target")
+        resolved, packed, scan = converted.check_dtype(folder, dtype), converted.packed, converted.scan
+        _check_packed(folder, config, packed)
+        found = {"converted": converted}
+    else:
         reader = CheckpointReader(folder)
         # Lazily: the first tensor that is missing tells before a wrong config becomes a long list.
         stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in target_tensors(config)}
         packed = packed_kernels(config, lambda name: stored[name].is_nvfp4)
-        ignored = _ignored(reader, stored, config.num_hidden_layers, with_mtp=True)
-    else:
-        converted.check_kind(folder, "target")
-        resolved, packed, scan = converted.check_dtype(folder, dtype), converted.packed, converted.scan
-        _check_packed(folder, config, packed)
-    opened = Opened(
-        config=config,
-        folder=folder,
-        kind=Target,
-        stored=stored,
-        specs=functools.partial(target_tensors, config, scan=scan, packed=packed),
-        build=functools.partial(Glm5, config, dtype=resolved, scan=scan, packed=packed, mesh=mesh),
-        mesh=mesh,
-        shard=None if mesh is None else target_sharding(config, mesh),
-        dtype=resolved,
-        ignored=ignored,
-        converted=converted,
-    )
-    if converted is not None:
-        converted.check_leaves(folder, opened.leaves)
-    return opened
+        found = {"stored": stored, "ignored": _ignored(reader, stored, config.num_hidden_layers, with_mtp=True)}
+    opened = describe_target(config, folder=folder, dtype=resolved, mesh=mesh, scan=scan, packed=packed, **found)
+    return opened.checked()
 
 
 def open_drafter(
@@ -232,34 +273,18 @@ def open_drafter(
     converted = read_manifest(folder)
     config = with_context(folder, DFlashConfig.from_hf)
     check_pair(config, target, str(folder))
-    specs = functools.partial(drafter_tensors, config, target.hidden_size)
-    stored: dict[str, Stored] = {}
-    ignored = ""
-    if converted is None:
+    if converted is not None:
+        converted.check_kind(folder, "drafter")
+        resolved = converted.check_dtype(folder, dtype)
+        found = {"converted": converted}
+    else:
         reader = CheckpointReader(folder)
         _no_own_head(folder, reader)
         _no_unused_parts(config, reader)
-        stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in specs()}
-        ignored = _ignored(reader, stored, config.num_hidden_layers)
-    else:
-        converted.check_kind(folder, "drafter")
-        resolved = converted.check_dtype(folder, dtype)
-    opened = Opened(
-        config=config,
-        folder=folder,
-        kind=Drafter,
-        stored=stored,
-        specs=specs,
-        build=functools.partial(DFlash, config, dtype=resolved, target_hidden_size=target.hidden_size),
-        mesh=mesh,
-        shard=None if mesh is None else drafter_sharding(config, mesh),
-        dtype=resolved,
-        ignored=ignored,
-        converted=converted,
-    )
-    if converted is not None:
-        converted.check_leaves(folder, opened.leaves)
-    return opened
+        specs = drafter_tensors(config, target.hidden_size)
+        stored = {s.name: find(reader.entries, folder, s.name, s.shape) for s in specs}
+        found = {"stored": stored, "ignored": _ignored(reader, stored, config.num_hidden_layers)}
+    return describe_drafter(config, target, folder=folder, dtype=resolved, mesh=mesh, **found).checked()
 
 
 def _check_packed(folder: Path, config: Glm5Config, packed: PackedKernels | None) -> None:

@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.errors import CheckpointError
+from ddtree_jax.errors import CheckpointError, one_line
 from ddtree_jax.loading import Box, Meter, common_box, put_piece, regions_of, within
 from ddtree_jax.models.glm5 import PackedKernels
 from ddtree_jax.models.pair import DTYPES
-from ddtree_jax.safetensors_files import read_json, shown
+from ddtree_jax.safetensors_files import INDEX_NAME, SINGLE_NAME, read_json, shown
 
 MANIFEST_NAME = "ddtree_jax.json"
 ORBAX_NAME = "orbax"
@@ -46,7 +46,7 @@ WINDOW_BYTES = 256 * 2**20  # tiles being read at a time
 CACHED_INDEX_BYTES = 64 * 2**20  # of the checkpoint's own index, while it is being read
 
 _PARTIAL = re.compile(r".+\.partial-[0-9a-f]{8}")
-_HF_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_HF_WEIGHTS = (SINGLE_NAME, INDEX_NAME)
 
 
 def partial_name(folder: Path, token: str) -> Path:
@@ -233,7 +233,7 @@ def write_leaves(folder: Path, leaves: Mapping[tuple, jax.Array]) -> dict[str, i
         with _quiet(), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(folder.absolute() / ORBAX_NAME, args=ocp.args.PyTreeSave(tree, save_args=chunks))
     except Exception as error:  # of Orbax, tensorstore or the file system, by whatever failed
-        raise CheckpointError(f"{folder}: cannot be written: {_line(error)}") from error
+        raise CheckpointError(f"{folder}: cannot be written: {one_line(error)}") from error
     root = folder / ORBAX_NAME
     files = sorted(file for file in root.rglob("*") if file.is_file())
     for file in files:  # to the disk, before a manifest says that they are whole
@@ -285,11 +285,6 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:280]}..."
-
-
 # ---- reading
 
 
@@ -336,7 +331,7 @@ def _open_stores(folder: Path, leaves: Mapping[tuple, Any]) -> dict[tuple, Any]:
     try:
         keys = ts.KvStore.open(base, context=context).result().list().result()
     except Exception as error:  # tensorstore raises by its own kinds, of which none is promised
-        raise CheckpointError(f"{root}: damaged Orbax checkpoint: {_line(error)}") from None
+        raise CheckpointError(f"{root}: damaged Orbax checkpoint: {one_line(error)}") from None
     names = {key.decode("utf-8", "replace").rpartition("/")[0] for key in keys}
     extra = names - {leaf_name(path) for path in leaves}
     if extra:
@@ -360,7 +355,7 @@ def _open_stores(folder: Path, leaves: Mapping[tuple, Any]) -> dict[tuple, Any]:
         try:
             store = opening[path].result()
         except Exception as error:
-            raise CheckpointError(f"{where} cannot be read: {_line(error)}") from None
+            raise CheckpointError(f"{where} cannot be read: {one_line(error)}") from None
         found = (tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
         if found != (tuple(leaf.shape), np.dtype(leaf.dtype)):
             raise CheckpointError(f"{where}: {found[1]} {list(found[0])}, expected {leaf.dtype} {list(leaf.shape)}")
@@ -407,8 +402,8 @@ def _read_ahead(folder: Path, tiles: Iterator[_Tile]) -> Iterator[tuple[_Tile, n
             try:
                 values = future.result()
             except Exception as error:  # a lost or damaged chunk
-                name = leaf_name(first.path)
-                raise CheckpointError(f"{folder / ORBAX_NAME}: leaf {name!r} cannot be read: {_line(error)}") from None
+                where = f"{folder / ORBAX_NAME}: leaf {leaf_name(first.path)!r}"
+                raise CheckpointError(f"{where} cannot be read: {one_line(error)}") from None
             yield first, values
         if tile is not None:
             window.append((tile, tile.store[tile.box].read() if tile.box else tile.store.read()))

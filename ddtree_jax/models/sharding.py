@@ -196,13 +196,17 @@ def settle(tree: Any, mesh: Mesh | None) -> Any:
 
     Without this the partitioner would choose, and a second call with another placement would compile again.
     """
-    if mesh is None:
-        return tree
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, placements(tree, mesh))
+
+
+def placements(tree: Any, mesh: Mesh) -> Any:
+    """A tree of the shardings that `settle` gives: cache rows by `cache_sharding`, the rest replicated."""
+    whole = NamedSharding(mesh, PartitionSpec())
 
     def place(node: Any) -> Any:
         if not isinstance(node, Cache):
-            return replicate(node, mesh)
-        rows = jax.lax.with_sharding_constraint(node.rows, cache_sharding(node.lengths.shape[0], mesh))
-        return Cache(rows=rows, lengths=replicate(node.lengths, mesh))
+            return whole
+        own = cache_sharding(node.lengths.shape[0], mesh)
+        return Cache(rows=jax.tree.map(lambda leaf: own, node.rows), lengths=whole)
 
     return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Cache))

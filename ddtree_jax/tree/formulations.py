@@ -45,6 +45,14 @@ def chain(log_probs: jax.Array, budget: int) -> Nodes:
     return Nodes(scores=scores, parents=slots, depths=slots + 1, ranks=jnp.zeros_like(slots))
 
 
+def replace_and_insert(values: jax.Array, at: jax.Array, new: jax.Array, after: jax.Array) -> jax.Array:
+    """values[at] = new, with `after` inserted behind it; the rest moves up by one and the last entry is lost."""
+    order = jnp.arange(values.shape[0], dtype=jnp.int32)
+    shifted = jnp.concatenate([values[:1], values[:-1]])
+    moved = jnp.where(order == at + 1, after, shifted)
+    return jnp.where(order < at, values, jnp.where(order == at, new, moved))
+
+
 def sequential_frontier(log_probs: jax.Array, budget: int) -> Nodes:
     """Formulation A: the heap itself, with its frontier in an array that is kept in lexicographic order.
 
@@ -74,14 +82,9 @@ def sequential_frontier(log_probs: jax.Array, budget: int) -> Nodes:
         child = jnp.where(alive, score + padded[parent_depth + 1, 0], -jnp.inf)
         sibling = jnp.where(alive, carry.slot_scores[parent] + padded[parent_depth, rank + 1], -jnp.inf)
 
-        def place(values, at_best, after_best):
-            shifted = jnp.concatenate([values[:1], values[:-1]])
-            after = jnp.where(order == best + 1, after_best, shifted)
-            return jnp.where(order < best, values, jnp.where(order == best, at_best, after))
-
         return Carry(
-            frontier_scores=place(carry.frontier_scores, child, sibling),
-            frontier_codes=place(carry.frontier_codes, slot * k, code + 1),
+            frontier_scores=replace_and_insert(carry.frontier_scores, best, child, sibling),
+            frontier_codes=replace_and_insert(carry.frontier_codes, best, slot * k, code + 1),
             slot_scores=carry.slot_scores.at[slot].set(score),
             slot_depths=carry.slot_depths.at[slot].set(parent_depth + 1),
             slot_codes=carry.slot_codes.at[slot].set(code),

@@ -19,7 +19,7 @@ from ddtree_jax.pallas.vocab_topk import exact_topk
 from ddtree_jax.tree import checks
 from ddtree_jax.tree.base import DraftTree
 from ddtree_jax.tree.build import assemble, root_tree, with_padding
-from ddtree_jax.tree.formulations import Nodes
+from ddtree_jax.tree.formulations import Nodes, replace_and_insert
 
 PAIR_FORMULATIONS = ("sequential_frontier", "level_merge")
 
@@ -185,14 +185,9 @@ def _sequential_frontier(ranked: Ranked, budget: int) -> Nodes:
         child = jnp.where(alive, score + log_probs[row + 1, column, 0], -jnp.inf)
         sibling = jnp.where(alive, carry.slot_scores[parent] + log_probs[row, above, rank + 1], -jnp.inf)
 
-        def place(values, at_best, after_best):
-            shifted = jnp.concatenate([values[:1], values[:-1]])
-            after = jnp.where(order == best + 1, after_best, shifted)
-            return jnp.where(order < best, values, jnp.where(order == best, at_best, after))
-
         return Carry(
-            frontier_scores=place(carry.frontier_scores, child, sibling),
-            frontier_codes=place(carry.frontier_codes, slot * num_ranks, code + 1),
+            frontier_scores=replace_and_insert(carry.frontier_scores, best, child, sibling),
+            frontier_codes=replace_and_insert(carry.frontier_codes, best, slot * num_ranks, code + 1),
             slot_scores=carry.slot_scores.at[slot].set(score),
             slot_depths=carry.slot_depths.at[slot].set(row + 1),
             slot_columns=carry.slot_columns.at[slot].set(column),

@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from ddtree_jax.models.params import target_tensors
 from ddtree_jax.safetensors_files import write_json, write_safetensors
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -24,6 +26,19 @@ DTYPES = {
     **{"F32": np.float32, "F16": np.float16, "BF16": BF16, "F8_E4M3": E4M3, "U8": np.uint8},
     **{"I8": np.int8, "I32": np.int32, "F64": np.float64},
 }
+
+
+def random_weights(config: Any, seed: int) -> dict[str, np.ndarray]:
+    """name -> float64 weight of a target, of the scale that trained ones have."""
+    rng = np.random.default_rng(seed)
+    out = {}
+    for spec in target_tensors(config):
+        draw = rng.standard_normal(spec.shape)
+        if len(spec.shape) == 1:
+            out[spec.name] = 1 + 0.2 * draw if spec.name.endswith("norm.weight") else 0.2 * draw
+        else:
+            out[spec.name] = draw * (1 if "embed" in spec.name else spec.shape[1] ** -0.5)
+    return out
 
 
 def e2m1_value(code: int) -> float:

@@ -20,58 +20,28 @@ from ddtree_jax.models import (
     save_target,
 )
 from ddtree_jax.models.params import drafter_tensors
+from ddtree_jax.models.published import GLM_5_3_DFLASH2
 from ddtree_jax.safetensors_files import read_header
 from tests.engine.conftest import DRAFTER, DRAFTER2, TARGET, dflash2_noise
 
 PROMPTS = [[7, 3, 11, 2, 40, 41, 8, 1, 17], [50, 3, 3, 21, 8, 9, 30], list(range(1, 45))]
 NEW = 24
 
-# The configs of the published drafters of GLM-5.3 and GLM-5.3-Flash.
-GLM_5_3 = {
-    "architectures": ["DFlash2DraftModel"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "dtype": "bfloat16",
-    "head_dim": 128,
-    "hidden_size": 6144,
-    "intermediate_size": 12288,
-    "is_causal": False,
-    "layer_types": ["sliding_attention"] * 6,
-    "max_position_embeddings": 1048576,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 6,
-    "num_key_value_heads": 8,
-    "num_target_layers": 78,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-    "sliding_window": 2048,
-    "vocab_size": 154880,
-    "eos_token_id": [154820, 154827, 154829],
-    "pad_token_id": 154820,
-    "dflash_config": {
-        "block_size": 8,
-        "conv_group_size": 16,
-        "conv_kernel_size": 2,
-        "mask_token_id": 154856,
-        "selector_rank": 256,
-        "selector_top_k": 16,
-        "target_layer_ids": [5, 19, 33, 47, 61, 75],
-    },
-}
-GLM_5_3_FLASH = GLM_5_3 | {
+# The config of the other published drafter, of GLM-5.3-Flash.
+GLM_5_3_FLASH = GLM_5_3_DFLASH2 | {
     "hidden_size": 4096,
     "num_hidden_layers": 5,
     "num_attention_heads": 32,
     "layer_types": ["sliding_attention"] * 5,
     "rope_parameters": {"rope_theta": 10000, "rope_type": "default"},
     "num_target_layers": 45,
-    "dflash_config": GLM_5_3["dflash_config"] | {"target_layer_ids": [5, 14, 24, 33, 42]},
+    "dflash_config": GLM_5_3_DFLASH2["dflash_config"] | {"target_layer_ids": [5, 14, 24, 33, 42]},
 }
 
 
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlash2DraftModel"])
 def test_published_configs(architecture):
-    config = DFlashConfig.from_hf(GLM_5_3 | {"architectures": [architecture]})
+    config = DFlashConfig.from_hf(GLM_5_3_DFLASH2 | {"architectures": [architecture]})
     assert config.conv == ConvConfig(kernel_size=2, group_size=16)
     assert config.selector == SelectorConfig(rank=256, top_k=16)
     assert (config.draft_depth, config.windows, config.causal) == (7, (2048,) * 6, (False,) * 6)
@@ -83,7 +53,7 @@ def test_published_configs(architecture):
 
 def test_published_tensors():
     """96 and 81 tensors; the bytes of the larger are those of the published file without its header."""
-    specs = {spec.name: spec.shape for spec in drafter_tensors(DFlashConfig.from_hf(GLM_5_3), 6144)}
+    specs = {spec.name: spec.shape for spec in drafter_tensors(DFlashConfig.from_hf(GLM_5_3_DFLASH2), 6144)}
     assert len(specs) == 96
     assert sum(2 * int(np.prod(shape)) for shape in specs.values()) == 4_918_848_512
     assert specs["layers.5.attention_conv.base_kernel"] == (2, 2, 6144)
@@ -95,10 +65,10 @@ def test_published_tensors():
 
 def test_keys_beside_the_nested_object():
     """`dflash_config` first, then the top level."""
-    inner = dict(GLM_5_3["dflash_config"])
+    inner = dict(GLM_5_3_DFLASH2["dflash_config"])
     moved = {key: inner.pop(key) for key in ("conv_kernel_size", "conv_group_size", "selector_rank")}
-    values = GLM_5_3 | moved | {"dflash_config": inner, "selector_top_k": 99}
-    assert DFlashConfig.from_hf(values) == DFlashConfig.from_hf(GLM_5_3)
+    values = GLM_5_3_DFLASH2 | moved | {"dflash_config": inner, "selector_top_k": 99}
+    assert DFlashConfig.from_hf(values) == DFlashConfig.from_hf(GLM_5_3_DFLASH2)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +89,7 @@ def test_keys_beside_the_nested_object():
     ],
 )
 def test_wrong_keys_are_named(changes, named):
-    values = GLM_5_3 | {"dflash_config": GLM_5_3["dflash_config"] | changes}
+    values = GLM_5_3_DFLASH2 | {"dflash_config": GLM_5_3_DFLASH2["dflash_config"] | changes}
     with pytest.raises(ddtree_jax.CheckpointError, match=named):
         DFlashConfig.from_hf(values)
 

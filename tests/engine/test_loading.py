@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import ddtree_jax
 from ddtree_jax import loading
 from ddtree_jax.encodings import Stored
-from ddtree_jax.models import load_drafter, load_target, make_drafter, make_target, save_drafter, save_target
+from ddtree_jax.models import load_drafter, load_target, make_drafter, make_mesh, make_target, save_drafter, save_target
 from ddtree_jax.models.folders import open_target
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.safetensors_files import read_header
@@ -115,12 +116,13 @@ def test_what_no_device_here_holds_is_not_read(folders, monkeypatch):
     found = loading.sources(opened.specs(), opened.stored, opened.leaves)[path]
     regions = {tuple(slice(0, n) for n in (*leaf.shape[:3], 2, *leaf.shape[4:])): ["a device"]}  # experts 0 and 1
     placed, fetched = [], []
+    sharding = NamedSharding(make_mesh(), PartitionSpec())
     monkeypatch.setattr(loading, "regions_of", lambda shape, sharding: regions)
     monkeypatch.setattr(loading, "put_piece", lambda buffers, *rest: placed.append(rest) or jnp.zeros(()))
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *rest: None)
     monkeypatch.setattr(Stored, "decoded", _remembering(fetched, Stored.decoded))
     with ThreadPoolExecutor(1) as pool:
-        loading._Loader(loading.Meter(opened.stored.values()), pool).leaf(leaf, "a mesh", found)
+        loading._Loader(loading.Meter(opened.stored.values()), pool).leaf(leaf.update(sharding=sharding), found)
     assert placed and {name.split(".")[5] for name in fetched} == {"0", "1"}
 
 

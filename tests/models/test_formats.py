@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.models import Glm5Config, load_target, save_target, target_logits
+from ddtree_jax.models import load_target, save_target, target_logits
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import target_tensors
 from ddtree_jax.safetensors_files import write_json, write_safetensors
 from tests.engine import checkpoint_files
+from tests.engine.conftest import TARGET
 
-CONFIG = Glm5Config(
-    vocab_size=61,
+CONFIG = dataclasses.replace(
+    TARGET,
     hidden_size=64,
     intermediate_size=96,
     moe_intermediate_size=32,
@@ -23,23 +24,12 @@ CONFIG = Glm5Config(
     q_lora_rank=48,
     kv_lora_rank=32,
     qk_nope_head_dim=12,
-    qk_rope_head_dim=8,
     v_head_dim=16,
     n_routed_experts=6,
-    num_experts_per_tok=2,
-    n_shared_experts=1,
-    n_group=1,
-    topk_group=1,
-    norm_topk_prob=True,
-    routed_scaling_factor=2.5,
-    index_topk=8,
-    index_n_heads=16,
     index_head_dim=16,
     indexer_types=("full", "full", "shared", "full"),
     mlp_layer_types=("dense", "sparse", "sparse", "sparse"),
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=128,
+    eos_token_ids=(),
 )
 IDS = np.random.default_rng(0).integers(0, 61, (2, 20))
 TOLERANCE = 2e-4
@@ -48,15 +38,7 @@ TOLERANCE = 2e-4
 @pytest.fixture(scope="module")
 def weights():
     """name -> float64 weight, of the scale that trained ones have."""
-    rng = np.random.default_rng(1)
-    out = {}
-    for spec in target_tensors(CONFIG):
-        draw = rng.standard_normal(spec.shape)
-        if len(spec.shape) == 1:
-            out[spec.name] = 1 + 0.2 * draw if spec.name.endswith("norm.weight") else 0.2 * draw
-        else:
-            out[spec.name] = draw * (1 if "embed" in spec.name else spec.shape[1] ** -0.5)
-    return out
+    return checkpoint_files.random_weights(CONFIG, seed=1)
 
 
 def linear(name: str) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from ddtree_jax import abstract
 from ddtree_jax.models import Glm5Config, published
+from ddtree_jax.models.folders import describe_target
 from ddtree_jax.models.params import mtp_tensors, target_tensors
 from tests.models import checkpoint_names as names
 
@@ -50,7 +51,7 @@ def test_name_map_is_the_published_table(model):
 def test_parameters_in_all(model):
     assert sum(tensor.elements for tensor in own_tensors(model)) == PARAMETERS[model]
     assert sum(math.prod(spec.shape) for spec in target_tensors(config_of(model))) == PARAMETERS[model]
-    plain = abstract.describe_target(config_of(model))
+    plain = describe_target(config_of(model))
     assert sum(leaf.size for leaf in plain.leaves.values()) == PARAMETERS[model]
     assert f"{PARAMETERS[model] / 1e9:.2f}" == {"GLM-5": "743.91", "GLM-5.2": "743.38"}[model]
 
@@ -82,7 +83,7 @@ def test_packed_target_in_memory(model):
     """Bytes of the checkpoint without its MTP layer and activation scales, the router being float32 in memory."""
     config = config_of(model)
     packed = abstract.packed_experts(config)
-    target = abstract.describe_target(config, packed=packed)
+    target = describe_target(config, packed=packed)
     in_memory = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in target.leaves.values())
     quantised = 75 * 256 * 3
     on_disk = NVFP4_BYTES[model] - sum(tensor.num_bytes for tensor in names.mtp_layer(SIZES))

@@ -13,7 +13,7 @@ from ddtree_jax.converted import convert
 from ddtree_jax.models import load_target, target_logits
 from ddtree_jax.models.params import mtp_tensors, target_tensors
 from ddtree_jax.quantise import QuantiseReport, quantise_target
-from tests.engine.checkpoint_files import BF16, E2M1, E4M3, decode, read_file, write_checkpoint
+from tests.engine.checkpoint_files import BF16, E2M1, E4M3, decode, random_weights, read_file, write_checkpoint
 from tests.engine.conftest import TARGET
 
 CONFIG = dataclasses.replace(TARGET, moe_intermediate_size=32)
@@ -21,19 +21,6 @@ NARROW = dataclasses.replace(TARGET, moe_intermediate_size=24, n_shared_experts=
 IDS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, 17))
 EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
 NUM_EXPERT_WEIGHTS = 2 * CONFIG.n_routed_experts * 3
-
-
-def random_weights(config, seed=0):
-    """name -> float64, of the scale that trained ones have."""
-    rng = np.random.default_rng(seed)
-    out = {}
-    for spec in target_tensors(config):
-        draw = rng.standard_normal(spec.shape)
-        if len(spec.shape) == 1:
-            out[spec.name] = 1 + 0.2 * draw if spec.name.endswith("norm.weight") else 0.2 * draw
-        else:
-            out[spec.name] = draw * (1 if "embed" in spec.name else spec.shape[1] ** -0.5)
-    return out
 
 
 def attention_fp8(name):
@@ -51,7 +38,7 @@ def source(tmp_path_factory):
     """Attention FP8, the rest bfloat16, an MTP layer, in three files; and the other files of a published folder."""
     folder = tmp_path_factory.mktemp("source") / "target"
     extra = {name: np.zeros(shape, BF16) for name, shape in mtp_tensors(CONFIG)}
-    write_target(folder, CONFIG, random_weights(CONFIG), attention_fp8, shards=3, extra=extra)
+    write_target(folder, CONFIG, random_weights(CONFIG, seed=0), attention_fp8, shards=3, extra=extra)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 11]}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
@@ -178,7 +165,7 @@ def test_experts_that_are_packed_already_are_copied(tmp_path, kind):
     def rule(name):
         return kind if ".experts." in name else "bfloat16"
 
-    write_target(tmp_path / "source", CONFIG, random_weights(CONFIG), rule)
+    write_target(tmp_path / "source", CONFIG, random_weights(CONFIG, seed=0), rule)
     report = quantise_target(tmp_path / "source", tmp_path / "out")
     assert (report.num_quantised, report.relative_error) == (0, 0.0)
     before, after = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
@@ -203,7 +190,7 @@ def test_shards_hold_the_same_tensors(source, quantised, tmp_path):
 
 def test_weights_that_are_all_zero_or_next_to_nothing(tmp_path):
     """No scale of zero, and no multiplier that is no normal number."""
-    weights = random_weights(CONFIG)
+    weights = random_weights(CONFIG, seed=0)
     for name in weights:
         if "layers.1.mlp.experts." in name:
             weights[name] *= 0.0 if "experts.0." in name else 1e-37
@@ -292,7 +279,7 @@ def test_a_converted_source_is_refused(source, tmp_path):
 
 
 def damaged(folder, change):
-    weights = random_weights(CONFIG)
+    weights = random_weights(CONFIG, seed=0)
     change(weights)
     write_target(folder, CONFIG, weights)
     return folder
