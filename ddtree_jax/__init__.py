@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddtree_jax import models, tree
     from ddtree_jax.algorithm import SpeculativeAlgorithm
+    from ddtree_jax.debug import debug_checks
     from ddtree_jax.engine import load
     from ddtree_jax.errors import CheckpointError, InvariantError, UnsupportedRequestError
     from ddtree_jax.generation import generate, stream
@@ -28,6 +29,7 @@ __all__ = [
     "Stats",
     "UnsupportedRequestError",
     "__version__",
+    "debug_checks",
     "generate",
     "load",
     "make_mesh",
@@ -47,6 +49,7 @@ _MODULE_OF = {
     "SpeculativeAlgorithm": "algorithm",
     "Stats": "stats",
     "UnsupportedRequestError": "errors",
+    "debug_checks": "debug",
     "generate": "generation",
     "load": "engine",
     "make_mesh": "models.sharding",

@@ -7,7 +7,7 @@ is how the next algorithm slips past a guard.
 import dataclasses
 import enum
 
-from ddtree_jax.errors import UnsupportedRequestError
+from ddtree_jax.errors import InvariantError, UnsupportedRequestError
 
 
 class SpeculativeAlgorithm(enum.Enum):
@@ -51,13 +51,12 @@ class Capabilities:
     recurrent_target: bool
 
 
-# A False is a promise that admission refuses the request. `grammar` turns True once the round takes grammar
-# rows; `recurrent_target` of DFLASH, whose chain has no siblings, once the commit takes the state of the last
+# A False is a promise that admission refuses the request. `recurrent_target` of DFLASH, whose chain has no siblings, once the commit takes the state of the last
 # accepted node.
 CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
     SpeculativeAlgorithm.NONE: Capabilities(
         needs_drafter=False,
-        grammar=False,
+        grammar=True,
         sampling=True,
         ragged_batch=True,
         branching=False,
@@ -65,7 +64,7 @@ CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
     ),
     SpeculativeAlgorithm.DFLASH: Capabilities(
         needs_drafter=True,
-        grammar=False,
+        grammar=True,
         sampling=True,
         ragged_batch=True,
         branching=False,
@@ -73,7 +72,7 @@ CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
     ),
     SpeculativeAlgorithm.DDTREE: Capabilities(
         needs_drafter=True,
-        grammar=False,
+        grammar=True,
         sampling=True,
         ragged_batch=True,
         branching=True,
@@ -127,4 +126,23 @@ def require_drafter(algorithm: SpeculativeAlgorithm | str, has_drafter: bool) ->
         raise UnsupportedRequestError(
             f"algorithm {member.name} needs a drafter and this engine was loaded without one; "
             f"load(target, drafter), or use {', '.join(able)}"
+        )
+
+
+def require_grammar_rows(algorithm: SpeculativeAlgorithm | None, *, constrained: bool, has_rows: bool) -> None:
+    """The round's own grammar guard, at trace time and so free in the compiled program.
+
+    Args:
+      algorithm: what is really running; None where the round was not told.
+      constrained: the batch has sequences that must follow a grammar.
+      has_rows: the round masks the target's logits by grammar rows.
+
+    Raises:
+      InvariantError: a constrained batch without rows: its tokens would silently break the grammar.
+    """
+    if constrained and not has_rows:
+        name = "an unnamed algorithm" if algorithm is None else algorithm.name
+        raise InvariantError(
+            f"{name} is running a batch that has grammar constraints in a round without grammar rows; admission "
+            "should have refused the request, or routed it to a round that takes them"
         )

@@ -14,6 +14,7 @@ import numpy as np
 from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities
 from ddtree_jax.engine import Engine
 from ddtree_jax.models.cache import Cache, write_rows
+from ddtree_jax.models.dflash2 import PairProposal
 from ddtree_jax.models.glm5 import causal_mask
 from ddtree_jax.models.pair import StaticModel, propose, propose_pairs
 from ddtree_jax.models.sharding import settle
@@ -23,17 +24,32 @@ from ddtree_jax.tree import (
     RoundFunctions,
     RoundOutput,
     RoundState,
+    TokenTable,
     Verified,
+    advance_states,
+    build_constrained_tree,
     build_tree,
     build_tree_from_pairs,
     chain_from_pairs,
     chain_tree,
+    constrained_chain,
+    draft_candidates,
+    draft_proposal,
+    finish_round,
     gather_rows,
+    mask_logits,
+    node_states,
+    root_tree,
     speculative_round,
+    state_rows,
+    verify_tree,
 )
 
 CHUNK_TOKENS = 256  # longest prefill chunk; a prompt of any length runs as a number of these
 MIN_CHUNK_TOKENS = 32
+# Where grammar rows come from: no grammar in the batch; the host, between the steps of a round; tables on the device.
+GRAMMAR_KINDS = ("none", "rows", "table")
+GRAMMAR_CANDIDATES = 64  # candidates a depth that filtering looks at: the grammar may forbid the drafter's favourites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Plan:
     target, drafter: the static halves of the models; drafter None where the algorithm drafts nothing.
     mode: the static sampling mode of `sampling.choose_tokens`.
     debug: run the value rules of `tree.invariants` in every round.
+    grammar: one of `GRAMMAR_KINDS`, where the grammar rows of a round come from.
     """
 
     algorithm: SpeculativeAlgorithm
@@ -57,12 +74,13 @@ class Plan:
     target: StaticModel
     drafter: StaticModel | None
     debug: bool = False
+    grammar: str = "none"
 
     def for_prefill(self, *, keep_mode: bool = False) -> Plan:
         """The plan of the prompt's programs, which all algorithms and budgets of one pair share."""
         shared = SpeculativeAlgorithm.NONE
         mode = self.mode if keep_mode else "greedy"
-        return dataclasses.replace(self, algorithm=shared, budget=0, mode=mode, debug=False)
+        return dataclasses.replace(self, algorithm=shared, budget=0, mode=mode, debug=False, grammar="none")
 
     @property
     def max_depth(self) -> int:
@@ -101,14 +119,20 @@ class Collected:
 
 
 def make_plan(
-    engine: Engine, algorithm: SpeculativeAlgorithm, budget: int, mode: str, *, debug: bool = False
+    engine: Engine,
+    algorithm: SpeculativeAlgorithm,
+    budget: int,
+    mode: str,
+    *,
+    debug: bool = False,
+    grammar: str = "none",
 ) -> tuple[Plan, Weights]:
     """The static plan and the weights of one algorithm on one engine."""
     target, drafter = (
         None if model is None else (model.config, model.static, model.arrays)
         for model in (engine.target, engine.drafter)
     )
-    return plan_of(target, drafter, algorithm, budget, mode, debug=debug)
+    return plan_of(target, drafter, algorithm, budget, mode, debug=debug, grammar=grammar)
 
 
 def plan_of(
@@ -119,6 +143,7 @@ def plan_of(
     mode: str,
     *,
     debug: bool = False,
+    grammar: str = "none",
 ) -> tuple[Plan, Weights]:
     """As `make_plan`, from (config, static model, parameter leaves) of each model; the leaves may be shapes alone."""
     row = capabilities(algorithm)
@@ -132,6 +157,7 @@ def plan_of(
         target=target[1],
         drafter=static,
         debug=debug,
+        grammar=grammar,
     )
     return plan, Weights(target[2], arrays)
 
@@ -222,13 +248,17 @@ def first_token(
     sampling: SamplingParams,
     stop_token_ids: jax.Array,
     max_new_tokens: jax.Array,
+    rows: jax.Array | None = None,
 ) -> RoundState:
     """Chooses each sequence's first new token, the root of its first round.
 
-    hidden: [B, D] of `PrefillState`; max_new_tokens: int32[B], 0 for an inert row that only fills the batch.
+    hidden: [B, D] of `PrefillState`; max_new_tokens: int32[B], 0 for an inert row that only fills the batch; rows:
+    int32[B, W], the tokens that grammars allow first, None where no sequence has a grammar.
     """
     target = plan.target.merge(weights.target)
     logits = target.logits(hidden)[:, None]
+    if rows is not None:
+        logits = mask_logits(logits, rows[:, None])
     zeros = jnp.zeros((logits.shape[0],), jnp.int32)
     root = choose_tokens(logits, zeros[:, None], zeros, sampling, mode=plan.mode)[:, 0]
     stopped = jnp.any(root[:, None] == stop_token_ids[None], axis=-1)
@@ -240,12 +270,26 @@ def first_token(
         emitted=jnp.minimum(max_new_tokens, 1),
         remaining=jnp.maximum(max_new_tokens - 1, 0),
         finished=stopped | (max_new_tokens <= 1),
+        constrained=rows is not None,
     )
     return settle(state, target.mesh)
 
 
-def round_functions(plan: Plan, weights: Weights, sampling: SamplingParams) -> RoundFunctions:
-    """The model functions of a round, closed over one pair's weights; called while tracing."""
+def round_functions(
+    plan: Plan,
+    weights: Weights,
+    sampling: SamplingParams | None,
+    *,
+    rows: jax.Array | None = None,
+    table: TokenTable | None = None,
+    grammar: jax.Array | None = None,
+) -> RoundFunctions:
+    """The model functions of a round, closed over one pair's weights; called while tracing.
+
+    sampling, rows: how tokens are chosen, and int32[B, N, W] from the host for a plan with grammar "rows"; only the last
+      step of a round needs them.
+    table, grammar: the grammars of the batch and int32[B] their states, for a plan with grammar "table".
+    """
     target = plan.target.merge(weights.target)
     drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
 
@@ -258,6 +302,11 @@ def round_functions(plan: Plan, weights: Weights, sampling: SamplingParams) -> R
         return proposal(drafter, target, draft_cache, root_token_ids)
 
     def build(proposal: Any, root_token_ids: jax.Array) -> DraftTree:
+        if table is not None:
+            candidates = filter_candidates(plan, proposal)
+            if branching:
+                return build_constrained_tree(*candidates, root_token_ids, table, grammar, budget=plan.budget)
+            return constrained_chain(*candidates, root_token_ids, table, grammar)
         if with_pairs and branching:
             return build_tree_from_pairs(*proposal, root_token_ids, budget=plan.budget)
         if with_pairs:
@@ -285,6 +334,15 @@ def round_functions(plan: Plan, weights: Weights, sampling: SamplingParams) -> R
             draft_cache = write_rows(draft_cache, context, counts)
         return write_rows(cache, rows, counts), draft_cache
 
+    def grammar_rows(tree: DraftTree) -> jax.Array:
+        if table is None:
+            return rows
+        return state_rows(table, node_states(tree, table, grammar, max_depth=plan.max_depth))
+
+    def advance(grammar: jax.Array, token_ids: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        grammar = advance_states(table, grammar, token_ids, counts)
+        return grammar, ~jnp.any(state_rows(table, grammar[:, None])[:, 0] != 0, axis=-1)
+
     drafting = drafter is not None
     return RoundFunctions(
         verify=verify,
@@ -292,19 +350,78 @@ def round_functions(plan: Plan, weights: Weights, sampling: SamplingParams) -> R
         commit=commit,
         draft=draft if drafting else None,
         build=build if drafting else None,
+        grammar_rows=None if plan.grammar == "none" else grammar_rows,
+        advance=advance if plan.grammar == "table" else None,
+        algorithm=plan.algorithm,
     )
 
 
+def filter_candidates(plan: Plan, proposal: Any) -> tuple[jax.Array, jax.Array]:
+    """(log_probs float32[B, L, K] or [B, L, K, K], token_ids int32[B, L, K]): what a filtered draft chooses from."""
+    if isinstance(proposal, PairProposal):
+        return proposal.log_probs, proposal.token_ids
+    return draft_candidates(proposal, max(GRAMMAR_CANDIDATES, plan.budget))
+
+
 def run_round(
-    plan: Plan, weights: Weights, state: RoundState, sampling: SamplingParams, stop_token_ids: jax.Array
+    plan: Plan,
+    weights: Weights,
+    state: RoundState,
+    sampling: SamplingParams,
+    stop_token_ids: jax.Array,
+    table: TokenTable | None = None,
 ) -> tuple[RoundState, RoundOutput]:
-    """One round as a traceable function; `round_step` is the same, jitted."""
-    functions = round_functions(plan, weights, sampling)
+    """One round as a traceable function; `round_step` is the same, jitted. table: for a plan with grammar "table"."""
+    functions = round_functions(plan, weights, sampling, table=table, grammar=state.grammar)
     done = speculative_round(state, functions, stop_token_ids, max_depth=plan.max_depth, debug=plan.debug)
     return settle(done, plan.target.mesh)
 
 
 round_step = jax.jit(run_round, static_argnames="plan", donate_argnames="state")
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "with_candidates", "with_tree"))
+def draft_step(
+    plan: Plan, weights: Weights, state: RoundState, *, with_candidates: bool, with_tree: bool
+) -> tuple[DraftTree | None, tuple[jax.Array, jax.Array] | None]:
+    """The drafter's pass of a round whose rows come from the host: the unfiltered tree, and what to filter."""
+    functions = round_functions(plan, weights, None)
+    proposal = draft_proposal(state, functions)
+    tree = candidates = None
+    if proposal is not None and with_candidates:
+        candidates = filter_candidates(plan, proposal)
+    if with_tree:
+        root = state.root_token_ids
+        tree = root_tree(root) if functions.build is None else functions.build(proposal, root)
+    return settle((tree, candidates), plan.target.mesh)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def verify_step(plan: Plan, weights: Weights, state: RoundState, tree: DraftTree) -> Verified:
+    """The target's pass over a round's tree."""
+    functions = round_functions(plan, weights, None)
+    return settle(verify_tree(state, tree, functions, max_depth=plan.max_depth), plan.target.mesh)
+
+
+def run_finish(
+    plan: Plan,
+    weights: Weights,
+    state: RoundState,
+    tree: DraftTree,
+    verified: Verified,
+    rows: jax.Array,
+    sampling: SamplingParams,
+    stop_token_ids: jax.Array,
+) -> tuple[RoundState, RoundOutput]:
+    """The rest of a round, given the grammar rows int32[B, N, W] of its tree; `finish_step` is the same, jitted."""
+    functions = round_functions(plan, weights, sampling, rows=rows)
+    done = finish_round(
+        state, tree, verified, functions, stop_token_ids, max_depth=plan.max_depth, debug=plan.debug
+    )
+    return settle(done, plan.target.mesh)
+
+
+finish_step = jax.jit(run_finish, static_argnames="plan", donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "capacity"), donate_argnames="state")
@@ -315,6 +432,7 @@ def decode_loop(
     sampling: SamplingParams,
     stop_token_ids: jax.Array,
     capacity: int,
+    table: TokenTable | None = None,
 ) -> tuple[RoundState, Collected]:
     """Runs rounds on the device until every sequence has finished; no host round trip inside.
 
@@ -330,7 +448,7 @@ def decode_loop(
     def body(carry: tuple[RoundState, Collected]) -> tuple[RoundState, Collected]:
         # At both ends of the body: else the partitioner splits a cache between rounds and gathers it in each.
         state, out = settle(carry, plan.target.mesh)
-        state, emitted = run_round(plan, weights, state, sampling, stop_token_ids)
+        state, emitted = run_round(plan, weights, state, sampling, stop_token_ids, table)
         put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
         lengths = jax.lax.dynamic_update_slice(
             out.acceptance_lengths, emitted.acceptance_lengths[:, None], (0, out.num_rounds)

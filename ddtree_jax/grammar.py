@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from ddtree_jax.grammar_empty import lark_admits_nothing, schema_admits_nothing
 from ddtree_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from ddtree_jax.grammar_automaton import TokenAutomaton
     from ddtree_jax.grammar_walk import SequenceGrammar
 
 KINDS = ("json_schema", "regex", "lark", "choices")
@@ -37,8 +39,11 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_SCHEMA_NESTING = 100
 # The library recurses once per rule of a chain of rules, about 3 KB each; the usual 8 MiB end at 3,000 rules.
 _STACK_BYTES = 256 * 2**20
+_MAX_TABLE_STEPS = 400_000  # about 0.2 s of one core: a grammar that needs more is not small
 _MAX_COMPILED = 64  # grammars that one vocabulary remembers
 _STACK_LOCK = threading.Lock()
+_VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[int, GrammarVocabulary]] = weakref.WeakKeyDictionary()
+_VOCABULARIES_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +140,15 @@ class Grammar:
         return json.dumps({"grammars": [outer, {**user, "name": "user"}]})
 
 
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> GrammarVocabulary:
+    """The `GrammarVocabulary` of a tokenizer and V, made once for the life of the tokenizer. Errors: as there."""
+    with _VOCABULARIES_LOCK:
+        known = _VOCABULARIES.setdefault(tokenizer, {})
+        if vocab_size not in known:
+            known[vocab_size] = GrammarVocabulary(tokenizer, vocab_size)
+        return known[vocab_size]
+
+
 class GrammarVocabulary:
     """The tokens of one engine, as the grammar library sees them. Make one per engine and keep it.
 
@@ -174,6 +188,7 @@ class GrammarVocabulary:
         # which differ from call to call, are put in by `SequenceGrammar`.
         self._inner = library.LLTokenizer(_Tokens(base, self.token_bytes))
         self._compiled: collections.OrderedDict[Grammar, Any] = collections.OrderedDict()
+        self._automata: collections.OrderedDict[tuple, TokenAutomaton | None] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     @functools.cached_property
@@ -210,6 +225,22 @@ class GrammarVocabulary:
         self.template(grammar)
         compiled.require_a_text()
         return compiled
+
+    def automaton(self, compiled: CompiledGrammar) -> TokenAutomaton | None:
+        """The grammar as a small table, None where it has none; remembered (the last 64)."""
+        from ddtree_jax.grammar_automaton import token_automaton
+
+        key = compiled.grammar, compiled.stop_token_ids
+        with self._lock:
+            if key in self._automata:
+                self._automata.move_to_end(key)
+                return self._automata[key]
+        automaton = token_automaton(compiled, max_steps=_MAX_TABLE_STEPS)
+        with self._lock:
+            self._automata[key] = automaton
+            while len(self._automata) > _MAX_COMPILED:
+                self._automata.popitem(last=False)
+        return automaton
 
     def template(self, grammar: Grammar, *, worn: Any = None) -> Any:
         """Returns an LLMatcher at the start, only ever to be copied; a new one in place of one that has worn out.
@@ -248,6 +279,11 @@ class CompiledGrammar:
         from ddtree_jax.grammar_walk import SequenceGrammar
 
         return SequenceGrammar(self)
+
+    @functools.cached_property
+    def automaton(self) -> TokenAutomaton | None:
+        """The grammar as a small table over tokens, None where it has none."""
+        return self.vocabulary.automaton(self)
 
     @functools.cached_property
     def text_words(self) -> np.ndarray:

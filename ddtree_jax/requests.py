@@ -12,10 +12,14 @@ import numpy as np
 from ddtree_jax.algorithm import SpeculativeAlgorithm, require, require_drafter
 from ddtree_jax.engine import Engine
 from ddtree_jax.errors import UnsupportedRequestError
+from ddtree_jax.grammar import CompiledGrammar, Grammar, vocabulary_of
 
 MAX_BUDGET = 1024
 MAX_BATCH = 16  # sequences decoded together; a longer list of prompts runs in groups of this
 MAX_TOP_K = 2**31 - 1
+# Where a constrained request's grammar rows come from. All give the same tokens: "table", small grammars as a table on
+# the device; "host", any grammar; "unfiltered", as host, but drafts are not kept from what the grammar forbids.
+GRAMMAR_IMPLEMENTATIONS = ("auto", "table", "host", "unfiltered")
 MAX_TEMPERATURE = 1e30  # well inside float32, and already uniform over any logits
 
 
@@ -23,7 +27,8 @@ MAX_TEMPERATURE = 1e30  # well inside float32, and already uniform over any logi
 class Arguments:
     """What a request asks for besides its prompts, in range as far as that can be told without an engine.
 
-    `seed` is one integer for all prompts, or a list; `stop_token_ids` is None for the model's own.
+    `seed` is one integer for all prompts, or a list, and so is `grammar`, None for a free output; `stop_token_ids` is
+    None for the model's own.
     """
 
     max_new_tokens: int
@@ -35,11 +40,16 @@ class Arguments:
     min_p: float | None
     seed: int | list[int]
     stop_token_ids: tuple[int, ...] | None
+    grammar: Grammar | list[Grammar | None] | None
+    grammar_implementation: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A generation with all its arguments in range. `batched` tells a list of prompts from a single one."""
+    """A generation with all its arguments in range. `batched` tells a list of prompts from a single one.
+
+    grammars: one a prompt, None where the output is free.
+    """
 
     prompts: list[list[int]]
     batched: bool
@@ -52,6 +62,8 @@ class Request:
     min_p: float | None
     seeds: list[int]
     stop_token_ids: tuple[int, ...]
+    grammars: list[CompiledGrammar | None]
+    grammar_implementation: str = "auto"
     started: float = dataclasses.field(default_factory=time.perf_counter)  # seconds; statistics count from here
 
     @property
@@ -73,6 +85,7 @@ def check_arguments(
     seed: Any,
     stop_token_ids: Any,
     grammar: Any,
+    grammar_implementation: Any = "auto",
 ) -> Arguments:
     """The half of `check_request` that needs no engine, so that a caller can refuse before any weights load.
 
@@ -81,6 +94,7 @@ def check_arguments(
       UnsupportedRequestError: no engine of this version can do it.
     """
     member = SpeculativeAlgorithm.parse(algorithm)
+    grammar = _grammar(grammar)
     if grammar is not None:
         require(member, "grammar")
     temperature = _number("temperature", temperature, 0.0, MAX_TEMPERATURE)
@@ -100,6 +114,8 @@ def check_arguments(
         min_p=None if min_p is None else _number("min_p", min_p, 0.0, 1.0),
         seed=_seed(seed),
         stop_token_ids=_stop_token_ids(stop_token_ids),
+        grammar=grammar,
+        grammar_implementation=_grammar_implementation(grammar_implementation, grammar),
     )
 
 
@@ -116,12 +132,23 @@ def check_request(
     seed: Any,
     stop_token_ids: Any,
     grammar: Any,
+    grammar_implementation: Any = "auto",
 ) -> Request:
     """Returns the request, or raises ValueError (a bad argument) or UnsupportedRequestError (nobody here can do it)."""
     if not isinstance(engine, Engine):
         raise ValueError(f"engine: got {type(engine).__name__}, allowed is what ddtree_jax.load returns")
     asked = check_arguments(
-        max_new_tokens, algorithm, budget, temperature, top_k, top_p, min_p, seed, stop_token_ids, grammar
+        max_new_tokens,
+        algorithm,
+        budget,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        stop_token_ids,
+        grammar,
+        grammar_implementation,
     )
     require_drafter(asked.algorithm, engine.drafter is not None)
     prompts, batched = _prompts(engine, prompt)
@@ -133,6 +160,7 @@ def check_request(
         )
     if len({len(p) for p in prompts}) > 1:
         require(asked.algorithm, "ragged_batch")
+    stops = _in_vocabulary(engine, asked.stop_token_ids)
     return Request(
         prompts=prompts,
         batched=batched,
@@ -144,7 +172,9 @@ def check_request(
         top_p=asked.top_p,
         min_p=asked.min_p,
         seeds=_one_seed_a_prompt(asked.seed, len(prompts)),
-        stop_token_ids=_in_vocabulary(engine, asked.stop_token_ids),
+        stop_token_ids=stops,
+        grammars=_compiled(engine, asked, len(prompts), stops),
+        grammar_implementation=asked.grammar_implementation,
     )
 
 
@@ -235,3 +265,47 @@ def _in_vocabulary(engine: Engine, stop_token_ids: tuple[int, ...] | None) -> tu
     if stop_token_ids and max(stop_token_ids) >= size:
         raise ValueError(f"stop_token_ids: got {list(stop_token_ids)}, allowed are token ids in [0, {size - 1}]")
     return stop_token_ids
+
+
+def _grammar(grammar: Any) -> Grammar | list[Grammar | None] | None:
+    """None also for a list without any grammar."""
+    if grammar is None or isinstance(grammar, Grammar):
+        return grammar
+    if not isinstance(grammar, (list, tuple)) or not all(one is None or isinstance(one, Grammar) for one in grammar):
+        raise ValueError(
+            f"grammar: got {type(grammar).__name__}, allowed is a ddtree_jax.Grammar, or a list of one or None a prompt"
+        )
+    return list(grammar)
+
+
+def _grammar_implementation(name: Any, grammar: Any) -> str:
+    if name not in GRAMMAR_IMPLEMENTATIONS:
+        raise ValueError(
+            f"grammar_implementation: got {name!r}, allowed are {', '.join(map(repr, GRAMMAR_IMPLEMENTATIONS))}"
+        )
+    if name != "auto" and grammar is None:
+        raise ValueError(f"grammar_implementation: got {name!r} without a grammar, allowed is then 'auto'")
+    return name
+
+
+def _compiled(
+    engine: Engine, asked: Arguments, count: int, stop_token_ids: tuple[int, ...]
+) -> list[CompiledGrammar | None]:
+    """The grammar of each prompt, for this engine's tokens."""
+    grammars = asked.grammar if isinstance(asked.grammar, list) else [asked.grammar] * count
+    if len(grammars) != count:
+        raise ValueError(f"grammar: got {len(grammars)} for {count} prompts, allowed is one grammar or one a prompt")
+    if not any(grammars):
+        return [None] * count
+    if engine.tokenizer is None:
+        raise ValueError(f"grammar: got one, but {engine.name} has no tokenizer, and a grammar speaks of text")
+    vocabulary = vocabulary_of(engine.tokenizer, engine.target.config.vocab_size)
+    compiled = {one: vocabulary.compile(one, stop_token_ids) for one in dict.fromkeys(grammars) if one is not None}
+    if asked.grammar_implementation == "table":
+        for grammar, one in compiled.items():
+            if one.automaton is None:
+                raise ValueError(
+                    f"grammar_implementation: got 'table', and this grammar ({grammar.kind}) has no small table; "
+                    "allowed are 'auto' and 'host'"
+                )
+    return [None if one is None else compiled[one] for one in grammars]

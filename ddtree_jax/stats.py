@@ -75,14 +75,18 @@ class Result:
     Attributes:
       text: the new text; None without a tokenizer.
       token_ids: new tokens only; a stop token that ended the sequence is included.
-      finish_reason: "stop" (a stop token) or "length" (max_new_tokens).
+      finish_reason: "stop" (a stop token; under a grammar: the text is complete), "length" (max_new_tokens), and under
+        a grammar also "dead_end" (the model's tokens can not go on with the text as the grammar demands) or "error" (the
+        grammar grew too complex for the library); the tokens are then those before that place.
       stats: counters of this sequence.
+      error: what happened, for the last two finish reasons.
     """
 
     text: str | None
     token_ids: list[int]
     finish_reason: str
     stats: Stats
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Chunk:
       finish_reason: None until the last chunk of the sequence.
       stats: None until the last chunk of the sequence.
       tree: the round's tree where it was asked for; None for the chunk from prefill.
+      error: as in `Result`, in the last chunk of the sequence. That chunk may then be without a token.
     """
 
     text: str | None
@@ -119,3 +124,4 @@ class Chunk:
     finish_reason: str | None = None
     stats: Stats | None = None
     tree: RoundTree | None = None
+    error: str | None = None

@@ -12,7 +12,17 @@ from ddtree_jax.tree.build import (
     root_tree,
 )
 from ddtree_jax.tree.commit import gather_rows
-from ddtree_jax.tree.invariants import check_path, check_round, check_tree
+from ddtree_jax.tree.constrained import (
+    TokenTable,
+    advance_states,
+    build_constrained_tree,
+    constrained_chain,
+    node_states,
+    stack_tables,
+    state_rows,
+)
+from ddtree_jax.tree.grammar_rows import mask_logits
+from ddtree_jax.tree.invariants import check_grammar, check_path, check_round, check_tree
 from ddtree_jax.tree.mask import ancestor_mask, positions
 from ddtree_jax.tree.pairs import (
     PAIR_FORMULATIONS,
@@ -20,7 +30,17 @@ from ddtree_jax.tree.pairs import (
     chain_from_pairs,
     default_pair_formulation,
 )
-from ddtree_jax.tree.round import RoundFunctions, RoundOutput, RoundState, Verified, speculative_round
+from ddtree_jax.tree.round import (
+    RoundFunctions,
+    RoundOutput,
+    RoundState,
+    Verified,
+    draft_proposal,
+    draft_tree,
+    finish_round,
+    speculative_round,
+    verify_tree,
+)
 
 __all__ = [
     "FORMULATIONS",
@@ -32,22 +52,35 @@ __all__ = [
     "RoundFunctions",
     "RoundOutput",
     "RoundState",
+    "TokenTable",
     "Verified",
     "accept",
+    "advance_states",
     "ancestor_mask",
+    "build_constrained_tree",
     "build_tree",
     "build_tree_from_candidates",
     "build_tree_from_pairs",
     "chain_from_pairs",
     "chain_tree",
+    "check_grammar",
     "check_path",
     "check_round",
     "check_tree",
+    "constrained_chain",
     "default_formulation",
     "default_pair_formulation",
     "draft_candidates",
+    "draft_proposal",
+    "draft_tree",
+    "finish_round",
     "gather_rows",
+    "mask_logits",
+    "node_states",
     "positions",
     "root_tree",
     "speculative_round",
+    "stack_tables",
+    "state_rows",
+    "verify_tree",
 ]

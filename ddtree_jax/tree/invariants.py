@@ -5,7 +5,7 @@ predicate is a pure jittable function of arrays that returns bool[B], True where
 judges its own rule only: it skips nodes whose links are already broken, so that one corrupted field fires one
 rule.
 
-`check_tree`, `check_path` and `check_round` raise for the first broken rule. They work on concrete arrays,
+`check_tree`, `check_path`, `check_round` and `check_grammar` raise for the first broken rule. They work on concrete arrays,
 and inside a jitted function that the caller wraps in `chex.chexify`.
 """
 
@@ -155,6 +155,18 @@ def root_is_newest_token(before, after, output) -> jax.Array:
     return ~_running(before) | (after.root_token_ids == newest)
 
 
+def emitted_tokens_allowed(tree: DraftTree, path: AcceptedPath, rows: jax.Array, active: jax.Array) -> jax.Array:
+    """Of a running sequence each token of the path, and the bonus, is allowed by the row of the node before it."""
+    nodes = _safe(path.node_ids, tree.num_slots)
+    after = jnp.take_along_axis(tree.token_ids, nodes, axis=1)[:, 1:]
+    index = jnp.arange(path.node_ids.shape[1], dtype=jnp.int32)[None, :]
+    after = jnp.pad(after, ((0, 0), (0, 1)))
+    tokens = jnp.where(index == path.length[:, None] - 1, path.bonus_token_ids[:, None], after)
+    words = jnp.take_along_axis(rows, nodes[:, :, None], axis=1)
+    word = jnp.take_along_axis(words, jnp.clip(tokens >> 5, 0, rows.shape[2] - 1)[:, :, None], axis=2)[:, :, 0]
+    return ~active | _all(~_on_path(path) | (((word >> (tokens & 31)) & 1) == 1))
+
+
 TREE_RULES: tuple[Callable[[DraftTree], jax.Array], ...] = (
     num_nodes_in_range,
     root_first,
@@ -176,6 +188,7 @@ PATH_RULES: tuple[Callable[[DraftTree, AcceptedPath, jax.Array], jax.Array], ...
     path_maximal,
 )
 ROUND_RULES = (counts_within_limits, finished_unchanged, counters_advance_together, root_is_newest_token)
+GRAMMAR_RULES = (emitted_tokens_allowed,)
 
 
 def check_tree(tree: DraftTree) -> None:
@@ -193,6 +206,14 @@ def check_round(before, after, output) -> None:
     RoundOutput).
     """
     _check(ROUND_RULES, before, after, output)
+
+
+def check_grammar(tree: DraftTree, path: AcceptedPath, rows: jax.Array, active: jax.Array) -> None:
+    """Raises for the first of `GRAMMAR_RULES` that some sequence breaks.
+
+    rows: int32[B, N, W], the tokens allowed after each slot; active: bool[B], sequences that emit in this round.
+    """
+    _check(GRAMMAR_RULES, tree, path, rows, active)
 
 
 def _check(rules, *args) -> None:

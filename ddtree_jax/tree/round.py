@@ -1,4 +1,8 @@
-"""One round of speculative decoding: draft, build, verify, accept, commit. Model functions are passed in."""
+"""One round of speculative decoding: draft, build, verify, accept, commit. Model functions are passed in.
+
+`speculative_round` is the whole. Its three steps are functions of their own, for a caller whose grammar rows come from
+the host: it draws the tree up, launches the target, works the rows out meanwhile, and ends the round with them.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ddtree_jax.algorithm import SpeculativeAlgorithm, require_grammar_rows
 from ddtree_jax.tree import checks, invariants
 from ddtree_jax.tree.accept import accept
 from ddtree_jax.tree.base import AcceptedPath, DraftTree
 from ddtree_jax.tree.build import root_tree
+from ddtree_jax.tree.grammar_rows import mask_logits
 from ddtree_jax.tree.mask import ancestor_mask, positions
 
 
@@ -43,13 +49,19 @@ ChooseFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 # commit(cache, draft_cache, verified, node_ids[B, D + 1], counts[B]) -> (cache, draft_cache): appends the
 # rows of the first `counts` path nodes to each sequence; a count of 0 leaves a sequence unchanged.
 CommitFn = Callable[[Any, Any, Verified, jax.Array, jax.Array], tuple[Any, Any]]
+# grammar_rows(tree) -> int32[B, N, W], the tokens allowed after each slot (see `grammar_rows.mask_logits`).
+GrammarRowsFn = Callable[[DraftTree], jax.Array]
+# advance(grammar, token_ids[B, D + 1], counts[B]) -> (grammar, stuck bool[B]): the grammar state after the emitted
+# tokens, and True where it allows no token at all.
+AdvanceFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundFunctions:
-    """The five functions of a round; hashable, so a static argument of a jitted function.
+    """The functions of a round; hashable, so a static argument of a jitted function.
 
-    `draft` and `build` are None for plain autoregressive decoding.
+    `draft` and `build` are None for plain autoregressive decoding. `grammar_rows` is what a constrained batch needs;
+    `advance` is None where the host keeps the state of the grammars. `algorithm` is named by the grammar guard.
     """
 
     verify: VerifyFn
@@ -57,6 +69,9 @@ class RoundFunctions:
     commit: CommitFn
     draft: DraftFn | None = None
     build: BuildFn | None = None
+    grammar_rows: GrammarRowsFn | None = None
+    advance: AdvanceFn | None = None
+    algorithm: SpeculativeAlgorithm | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +87,9 @@ class RoundState:
       emitted: int32[B], new tokens so far, the one that prefill chose included.
       remaining: int32[B], new tokens still allowed.
       finished: bool[B].
+      grammar: pytree or None, the state of the batch's grammars where it lives on the device.
+      constrained: static; some sequence of the batch must follow a grammar. A round that was built without grammar
+        rows refuses such a batch while it is traced.
     """
 
     cache: Any
@@ -81,6 +99,8 @@ class RoundState:
     emitted: jax.Array  # [B]
     remaining: jax.Array  # [B]
     finished: jax.Array  # [B]
+    grammar: Any = None
+    constrained: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
@@ -132,29 +152,66 @@ def speculative_round(
 
     Raises:
       ValueError: max_depth < 0, or one of `draft` and `build` without the other.
+      InvariantError: a constrained batch in a round without grammar rows.
     """
-    max_depth = checks.static_int(max_depth, "max_depth", minimum=0)
+    tree = draft_tree(state, fns)
+    verified = verify_tree(state, tree, fns, max_depth=max_depth)
+    return finish_round(state, tree, verified, fns, stop_token_ids, max_depth=max_depth, debug=debug)
+
+
+def draft_proposal(state: RoundState, fns: RoundFunctions) -> Any:
+    """What the drafter proposes: the first half of `draft_tree`. None without a drafter."""
+    # Before any draft work: a constrained batch must not run without its rows.
+    require_grammar_rows(fns.algorithm, constrained=state.constrained, has_rows=fns.grammar_rows is not None)
     if (fns.draft is None) != (fns.build is None):
         raise ValueError("fns: `draft` and `build` must be given together, or neither.")
-    (batch,) = checks.as_int32(state.root_token_ids, "state.root_token_ids", (None,), "B").shape
-    for field in ("lengths", "emitted", "remaining"):
-        checks.as_int32(getattr(state, field), f"state.{field}", (batch,), "B")
-    checks.as_bool(state.finished, "state.finished", (batch,), "B")
-    stop_token_ids = checks.as_int32(stop_token_ids, "stop_token_ids", (None,), "M")
-
+    _check_state(state)
     if fns.draft is None:
-        tree = root_tree(state.root_token_ids)
-    else:
-        with jax.named_scope("draft"):
-            proposal = fns.draft(state.draft_cache, state.root_token_ids, state.lengths)
-        tree = fns.build(proposal, state.root_token_ids)
-    _, slots = checks.check_tree_shapes(tree, "the result of fns.build")
+        return None
+    with jax.named_scope("draft"):
+        return fns.draft(state.draft_cache, state.root_token_ids, state.lengths)
 
+
+def draft_tree(state: RoundState, fns: RoundFunctions) -> DraftTree:
+    """The first step: the round's tree. Arguments and errors as for `speculative_round`."""
+    proposal = draft_proposal(state, fns)
+    return root_tree(state.root_token_ids) if fns.build is None else fns.build(proposal, state.root_token_ids)
+
+
+def verify_tree(state: RoundState, tree: DraftTree, fns: RoundFunctions, *, max_depth: int) -> Verified:
+    """The second step: the target's pass over a tree. Arguments as for `speculative_round`."""
+    max_depth = checks.static_int(max_depth, "max_depth", minimum=0)
+    batch, slots = checks.check_tree_shapes(tree, "the result of fns.build")
     with jax.named_scope("verify"):
         # Nodes deeper than max_depth can not be accepted, so their rows need not be complete.
         mask = ancestor_mask(tree, max_depth=min(max_depth, slots - 1))
         verified = fns.verify(state.cache, tree.token_ids, positions(tree, state.lengths), mask)
+    checks.as_float32(verified.logits, "fns.verify's logits", (batch, slots, None), "B, N, V")
+    return verified
+
+
+def finish_round(
+    state: RoundState,
+    tree: DraftTree,
+    verified: Verified,
+    fns: RoundFunctions,
+    stop_token_ids: jax.Array,
+    *,
+    max_depth: int,
+    debug: bool = False,
+) -> tuple[RoundState, RoundOutput]:
+    """The last step: choose, accept, cut and commit. Arguments, results and errors as for `speculative_round`."""
+    require_grammar_rows(fns.algorithm, constrained=state.constrained, has_rows=fns.grammar_rows is not None)
+    max_depth = checks.static_int(max_depth, "max_depth", minimum=0)
+    _check_state(state)
+    batch, slots = checks.check_tree_shapes(tree, "the result of fns.build")
+    stop_token_ids = checks.as_int32(stop_token_ids, "stop_token_ids", (None,), "M")
     logits = checks.as_float32(verified.logits, "fns.verify's logits", (batch, slots, None), "B, N, V")
+    rows = None
+    if fns.grammar_rows is not None:
+        with jax.named_scope("grammar"):
+            rows = fns.grammar_rows(tree)
+            logits = mask_logits(logits, rows)
     with jax.named_scope("choose"):
         target_token_ids = fns.choose(logits, tree.depths, state.emitted)
     target_token_ids = checks.as_int32(target_token_ids, "the result of fns.choose", (batch, slots), "B, N")
@@ -168,6 +225,11 @@ def speculative_round(
 
     newest = jnp.take_along_axis(token_ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     remaining = state.remaining - counts
+    finished = state.finished | stopped | (remaining <= 0)
+    grammar = state.grammar
+    if fns.advance is not None:
+        grammar, stuck = fns.advance(grammar, token_ids, counts)
+        finished = finished | stuck
     new_state = RoundState(
         cache=cache,
         draft_cache=draft_cache,
@@ -175,7 +237,9 @@ def speculative_round(
         lengths=state.lengths + counts,
         emitted=state.emitted + counts,
         remaining=remaining,
-        finished=state.finished | stopped | (remaining <= 0),
+        finished=finished,
+        grammar=grammar,
+        constrained=state.constrained,
     )
     output = RoundOutput(
         token_ids=token_ids,
@@ -189,7 +253,16 @@ def speculative_round(
         invariants.check_tree(tree)
         invariants.check_path(tree, path, target_token_ids)
         invariants.check_round(state, new_state, output)
+        if rows is not None:
+            invariants.check_grammar(tree, path, rows, active)
     return new_state, output
+
+
+def _check_state(state: RoundState) -> None:
+    (batch,) = checks.as_int32(state.root_token_ids, "state.root_token_ids", (None,), "B").shape
+    for field in ("lengths", "emitted", "remaining"):
+        checks.as_int32(getattr(state, field), f"state.{field}", (batch,), "B")
+    checks.as_bool(state.finished, "state.finished", (batch,), "B")
 
 
 def _emitted_token_ids(tree: DraftTree, path: AcceptedPath) -> jax.Array:

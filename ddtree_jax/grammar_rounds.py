@@ -1,0 +1,228 @@
+"""Rounds of a batch in which some sequences follow a grammar, driven from the host.
+
+`HostRounds` splits each round into its three programs and works the grammar rows out while the target runs.
+`TableRounds` runs whole rounds on the device, where the grammars are small tables, and only keeps account. Both are
+called as `decoding.round_step` is, without the plan. Failures stay with their sequence: it is finished, the others go
+on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from ddtree_jax import decoding
+from ddtree_jax.algorithm import capabilities
+from ddtree_jax.errors import InvariantError
+from ddtree_jax.grammar_tree import FilteredTree, filtered_chain, filtered_tree
+from ddtree_jax.grammar_walk import SequenceGrammar
+from ddtree_jax.sampling import SamplingParams
+from ddtree_jax.tree import DraftTree, RoundOutput, RoundState, TokenTable, stack_tables
+from ddtree_jax.tree.base import NO_PARENT
+
+DEAD_END = "grammar: dead end: none of the model's tokens continues the text as the grammar demands"
+
+Grammars = Sequence[SequenceGrammar | None]  # one a row of the batch; None: a free sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a sequence can not go on: a finish reason, and the message of the result."""
+
+    finish_reason: str
+    message: str
+
+
+def first_rows(grammars: Grammars, num_words: int) -> np.ndarray:
+    """int32[B, W]: the tokens allowed first; all of them for a free sequence."""
+    rows = np.full((len(grammars), num_words), -1, np.int32)
+    for row, grammar in enumerate(grammars):
+        if grammar is not None:
+            rows[row] = grammar.root_row()
+    return rows
+
+
+class GrammarRounds:
+    """What both kinds of rounds share: the grammars, and what went wrong with which sequence."""
+
+    def __init__(self, plan: decoding.Plan, grammars: Grammars):
+        self.plan = plan
+        self.grammars = list(grammars)
+        self.failures: dict[int, Failure] = {}
+        self._finished = np.zeros((len(self.grammars),), bool)
+
+    def begin(self, state: RoundState) -> RoundState:
+        """Takes the first tokens, which prefill chose; returns the state that the first round starts from."""
+        roots, finished = jax.device_get((state.root_token_ids, state.finished))
+        return self._account(state, roots[:, None], np.ones((len(roots),), np.int32), finished)
+
+    def _account(
+        self, state: RoundState, token_ids: np.ndarray, counts: np.ndarray, finished: np.ndarray
+    ) -> RoundState:
+        """Moves the grammars by the emitted tokens, and finishes the sequences that can not go on."""
+        failed = np.zeros_like(finished)
+        for row, grammar in enumerate(self.grammars):
+            if grammar is None or self._finished[row] or row in self.failures:
+                continue
+            try:
+                grammar.advance(token_ids[row, : counts[row]])
+                if not finished[row] and grammar.is_dead:
+                    self.failures[row] = Failure("dead_end", DEAD_END)
+            except ValueError as error:
+                self.failures[row] = Failure("error", str(error))
+            failed[row] = row in self.failures
+        self._finished = finished | failed
+        if np.any(failed & ~finished):
+            state = dataclasses.replace(state, finished=state.finished | jnp.asarray(failed))
+        return state
+
+
+class TableRounds(GrammarRounds):
+    """Rounds whose grammars are tables on the device."""
+
+    def __init__(self, plan: decoding.Plan, grammars: Grammars, vocab_size: int):
+        super().__init__(plan, grammars)
+        self._automata = [None if one is None else one.compiled.automaton for one in self.grammars]
+        self.table: TokenTable = stack_tables(self._automata, vocab_size)
+        self._step = round_runner(plan, decoding.run_round, decoding.round_step)
+
+    def begin(self, state: RoundState) -> RoundState:
+        roots = np.asarray(state.root_token_ids)
+        states = [
+            0 if automaton is None else automaton.step(0, int(root))
+            for automaton, root in zip(self._automata, roots, strict=True)
+        ]
+        state = dataclasses.replace(super().begin(state), grammar=jnp.asarray(states, jnp.int32))
+        return state
+
+    def finish(self, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """Takes all the tokens that a device loop emitted after the first."""
+        for row, grammar in enumerate(self.grammars):
+            if grammar is not None and not self._finished[row]:
+                grammar.advance(token_ids[row, : counts[row]])
+                if not grammar.is_finished and grammar.is_dead:
+                    self.failures[row] = Failure("dead_end", DEAD_END)
+
+    def __call__(
+        self, weights: decoding.Weights, state: RoundState, sampling: SamplingParams, stop_token_ids: jax.Array
+    ) -> tuple[RoundState, RoundOutput]:
+        state, out = self._step(weights, state, sampling, stop_token_ids, self.table)
+        return self._account(state, *jax.device_get((out.token_ids, out.counts, state.finished))), out
+
+
+class HostRounds(GrammarRounds):
+    """Rounds whose grammar rows the host works out, any grammar."""
+
+    def __init__(self, plan: decoding.Plan, grammars: Grammars, num_words: int, *, filtered: bool):
+        """filtered: keep the drafts of constrained sequences from what their grammars forbid."""
+        super().__init__(plan, grammars)
+        self._num_words = num_words
+        self._filtered = filtered and plan.drafter is not None
+        self._roots = np.zeros((len(self.grammars),), np.int32)
+        self._finish = round_runner(plan, decoding.run_finish, decoding.finish_step)
+
+    def begin(self, state: RoundState) -> RoundState:
+        self._roots = np.array(state.root_token_ids)
+        return super().begin(state)
+
+    def __call__(
+        self, weights: decoding.Weights, state: RoundState, sampling: SamplingParams, stop_token_ids: jax.Array
+    ) -> tuple[RoundState, RoundOutput]:
+        plan = self.plan
+        live = [row for row, one in enumerate(self.grammars) if one is not None and not self._finished[row]]
+        with_tree = not self._filtered or len(live) < len(self.grammars)
+        tree, candidates = decoding.draft_step(
+            plan, weights, state, with_candidates=self._filtered and bool(live), with_tree=with_tree
+        )
+        # The target's pass is launched as soon as its tree is known; the host's work below runs beside it.
+        if self._filtered and live:
+            filtered = self._filter(live, candidates)
+            tree = self._merged(filtered, tree)
+            verified = decoding.verify_step(plan, weights, state, tree)
+            visits: dict[int, Callable[[], np.ndarray]] = {row: one.rows for row, one in filtered.items()}
+        else:
+            verified = decoding.verify_step(plan, weights, state, tree)
+            tokens, parents, counts = jax.device_get((tree.token_ids, tree.parents, tree.num_nodes))
+            visits = {
+                row: functools.partial(_walked, self.grammars[row], tokens[row], parents[row], int(counts[row]))
+                for row in live
+            }
+        rows = np.full((len(self.grammars), tree.token_ids.shape[1], self._num_words), -1, np.int32)
+        for row, visit in visits.items():
+            try:
+                rows[row] = visit()
+            except ValueError as error:
+                self.failures[row] = Failure("error", str(error))
+        self._finished[list(self.failures)] = True
+        if self.failures:
+            failed = np.isin(np.arange(len(self.grammars)), list(self.failures))
+            state = dataclasses.replace(state, finished=state.finished | jnp.asarray(failed))
+        state, out = self._finish(weights, state, tree, verified, rows, sampling, stop_token_ids)
+        token_ids, counts, finished, roots = jax.device_get(
+            (out.token_ids, out.counts, state.finished, state.root_token_ids)
+        )
+        self._roots = roots
+        return self._account(state, token_ids, counts, finished), out
+
+    def _filter(self, live: list[int], candidates: tuple[jax.Array, jax.Array]) -> dict[int, FilteredTree]:
+        log_probs, token_ids = jax.device_get(candidates)
+        branching = capabilities(self.plan.algorithm).branching
+        found = {}
+        for row in live:
+            asked = self.grammars[row], int(self._roots[row]), log_probs[row], token_ids[row]
+            try:
+                found[row] = filtered_tree(*asked, self.plan.budget) if branching else filtered_chain(*asked)
+            except ValueError as error:
+                self.failures[row] = Failure("error", str(error))
+        return found
+
+    def _merged(self, filtered: dict[int, FilteredTree], tree: DraftTree | None) -> DraftTree:
+        """The batch's tree: the filtered ones, the drafter's own for free sequences, the root alone for the rest."""
+        if tree is None:
+            batch, slots = len(self.grammars), (
+                self.plan.budget if capabilities(self.plan.algorithm).branching else self.plan.draft_depth
+            ) + 1
+            fields = {
+                "token_ids": np.zeros((batch, slots), np.int32),
+                "parents": np.full((batch, slots), NO_PARENT, np.int32),
+                "depths": np.zeros((batch, slots), np.int32),
+                "log_probs": np.full((batch, slots), -np.inf, np.float32),
+                "num_nodes": np.ones((batch,), np.int32),
+            }
+            fields["token_ids"][:, 0] = self._roots
+            fields["log_probs"][:, 0] = 0.0
+        else:
+            names = [field.name for field in dataclasses.fields(DraftTree)]
+            fields = {name: np.array(getattr(tree, name)) for name in names}
+        for row, one in filtered.items():
+            for name, values in fields.items():
+                values[row] = getattr(one, name)
+        return DraftTree(**fields)
+
+
+def round_runner(plan: decoding.Plan, function: Callable[..., Any], jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """The jitted form of a function, its plan filled in; in debug mode one whose broken rules raise InvariantError."""
+    if not plan.debug:
+        return functools.partial(jitted, plan)
+    # Not chex.chexify: it registers every function it wraps for the life of the process, and warns at exit.
+    checked = jax.jit(checkify.checkify(functools.partial(function, plan)))
+
+    def step(*args: Any) -> Any:
+        error, out = checked(*args)
+        message = error.get()
+        if message is not None:
+            raise InvariantError(message)
+        return out
+
+    return step
+
+
+def _walked(grammar: SequenceGrammar, token_ids: np.ndarray, parents: np.ndarray, num_nodes: int) -> np.ndarray:
+    return grammar.walk(token_ids, parents, num_nodes)[0]
