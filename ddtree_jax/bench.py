@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import ddtree_jax
 from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities, require_drafter
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.requests import MAX_BATCH, check_arguments
+from ddtree_jax.grammar import Grammar
+from ddtree_jax.requests import MAX_BATCH, check_arguments, check_request
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -39,6 +40,7 @@ class BenchSettings:
       temperature: 0 is greedy.
       repeats: timed passes of each row.
       prompt_file: JSON list of objects with `prompt`, as heldout.json of the shipped pair, which None stands for.
+      grammar: what every output must match; None: free.
     """
 
     prompts: int = 8
@@ -48,6 +50,7 @@ class BenchSettings:
     temperature: float = 0.0
     repeats: int = 3
     prompt_file: str | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self):
         for name in ("prompts", "batch", "repeats"):
@@ -59,7 +62,9 @@ class BenchSettings:
             raise ValueError("budgets: got none; give at least one")
         # Every other rule is that of the requests these settings become.
         for budget in self.budgets:
-            check_arguments(self.max_new_tokens, "ddtree", budget, self.temperature, None, None, None, 0, None, None)
+            check_arguments(
+                self.max_new_tokens, "ddtree", budget, self.temperature, None, None, None, 0, None, self.grammar
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +79,10 @@ class BenchRow:
       tokens_per_second: output tokens of all prompts over the wall time of a pass, prefill included; the
         median of the timed passes.
       speedup: tokens_per_second over that of `none`.
-      round_ms: milliseconds of a round by stage, from `profiling.round_breakdown`.
+      round_ms: milliseconds of a round by stage, from `profiling.round_breakdown`. Under a grammar "round" alone: the
+        wall time of the timed passes after the first token, over their rounds.
       num_identical: prompts whose tokens are those of `none`.
+      num_complete: outputs that ended by a stop token; under a grammar these are whole texts of it.
     """
 
     algorithm: str
@@ -87,15 +94,18 @@ class BenchRow:
     speedup: float
     round_ms: dict[str, float]
     num_identical: int
+    num_complete: int
 
     @property
-    def outside_models_ms(self) -> float:
-        """Milliseconds of a round outside the two models: build, mask, accept, commit."""
-        return self.round_ms["outside"]
+    def outside_models_ms(self) -> float | None:
+        """Milliseconds of a round outside the two models: build, mask, accept, commit. None where not measured."""
+        return self.round_ms.get("outside")
 
     @property
-    def outside_models_share(self) -> float:
+    def outside_models_share(self) -> float | None:
         """The same as a part of all stages (which add up to more than the round as one program)."""
+        if self.outside_models_ms is None:
+            return None
         stages = self.outside_models_ms + sum(self.round_ms[stage] for stage in _MODEL_STAGES)
         return self.outside_models_ms / stages if stages > 0 else 0.0
 
@@ -117,6 +127,8 @@ class BenchReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as values that `json.dumps` takes."""
         values = dataclasses.asdict(self)
+        grammar = self.settings.grammar
+        values["settings"]["grammar"] = None if grammar is None else dataclasses.asdict(grammar)
         for row, source in zip(values["rows"], self.rows, strict=True):
             row["outside_models_ms"] = source.outside_models_ms
             row["outside_models_share"] = source.outside_models_share
@@ -137,9 +149,11 @@ class BenchReport:
             "round ms",
             "outside ms",
             "same",
+            "complete",
         )
         lines = [columns]
         for row in self.rows:
+            outside = row.outside_models_ms
             lines.append(
                 (
                     row.algorithm,
@@ -150,8 +164,9 @@ class BenchReport:
                     f"{row.tokens_per_second:.1f}",
                     f"{row.speedup:.2f}x",
                     f"{row.round_ms['round']:.2f}",
-                    f"{row.outside_models_ms:.2f} ({row.outside_models_share:.0%})",
+                    "-" if outside is None else f"{outside:.2f} ({row.outside_models_share:.0%})",
                     f"{row.num_identical}/{settings.prompts}",
+                    f"{row.num_complete}/{settings.prompts}",
                 )
             )
         widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
@@ -166,10 +181,12 @@ class BenchReport:
             f"{self.device}, {self.dtype}: {settings.prompts} held-out prompts, "
             f"{settings.max_new_tokens} new tokens, "
             f"batch {settings.batch}, {sampling}, median of {settings.repeats}"
+            + ("" if settings.grammar is None else f", under a grammar ({settings.grammar.kind})")
         )
         legend = (
             "mean, by token, median: acceptance length (tokens a target pass); "
-            "outside ms: build, mask, accept and commit, and their part of all stages"
+            "outside ms: build, mask, accept and commit, and their part of all stages; "
+            "complete: ended by a stop token"
         )
         return "\n".join([head, legend, *body, f"identical {self.num_identical}/{settings.prompts}"])
 
@@ -197,7 +214,12 @@ def check(engine: "Engine", settings: BenchSettings) -> list[str]:
     prompts = held_out_prompts(settings.prompt_file)
     if settings.prompts > len(prompts):
         raise ValueError(f"prompts: got {settings.prompts}; at most {len(prompts)} are there")
-    return prompts[: settings.prompts]
+    prompts = prompts[: settings.prompts]
+    if settings.grammar is not None:
+        check_request(
+            engine, prompts, settings.max_new_tokens, "none", 0, 0.0, None, None, None, 0, None, settings.grammar
+        )
+    return prompts
 
 
 def run_bench(
@@ -234,6 +256,7 @@ def run_bench(
                 algorithm=algorithm,
                 budget=budget or 0,
                 temperature=settings.temperature,
+                grammar=settings.grammar,
             )
         return results
 
@@ -242,6 +265,7 @@ def run_bench(
         say(f"bench: {_name(algorithm, budget)}: compiling, first pass")
         outputs.append(decode(algorithm, budget))
     speeds: list[list[float]] = [[] for _ in configurations]
+    round_ms: list[list[float]] = [[] for _ in configurations]
     for repeat in range(settings.repeats):
         say(f"bench: timed pass {repeat + 1} of {settings.repeats}")
         for number, (algorithm, budget) in enumerate(configurations):
@@ -249,6 +273,7 @@ def run_bench(
             results = decode(algorithm, budget)
             seconds = time.perf_counter() - start
             speeds[number].append(sum(len(result.token_ids) for result in results) / seconds)
+            round_ms[number].append(_mean_round_ms(results))
 
     plain = configurations.index((SpeculativeAlgorithm.NONE, None))
     plain_speed = statistics.median(speeds[plain])
@@ -264,6 +289,10 @@ def run_bench(
         # A prompt whose first token ends it has no round and says nothing about acceptance.
         means = [entry.mean_acceptance_length for entry in stats if entry.num_rounds] or [0.0]
         speed = statistics.median(speeds[number])
+        if settings.grammar is None:
+            breakdown = dict(profiling.round_breakdown(engine, algorithm, budget or 0, settings.batch))
+        else:
+            breakdown = {"round": statistics.median(round_ms[number])}
         rows.append(
             BenchRow(
                 algorithm=algorithm.value,
@@ -273,8 +302,9 @@ def run_bench(
                 acceptance_median=statistics.median(means),
                 tokens_per_second=speed,
                 speedup=speed / plain_speed,
-                round_ms=dict(profiling.round_breakdown(engine, algorithm, budget or 0, settings.batch)),
+                round_ms=breakdown,
                 num_identical=sum(same[number]),
+                num_complete=sum(result.finish_reason == "stop" for result in outputs[number]),
             )
         )
     return BenchReport(
@@ -284,6 +314,17 @@ def run_bench(
         dtype=str(engine.target.dtype),
         num_identical=sum(all(row[prompt] for row in same) for prompt in range(len(prompts))),
     )
+
+
+def _mean_round_ms(results: list["ddtree_jax.Result"]) -> float:
+    """Milliseconds a round, prefill left out; 0 where there was no round."""
+    rounds = sum(result.stats.num_rounds for result in results)
+    seconds = sum(
+        result.stats.num_output_tokens / result.stats.tokens_per_second - result.stats.time_to_first_token_s
+        for result in results
+        if result.stats.num_rounds
+    )
+    return seconds / rounds * 1e3 if rounds else 0.0
 
 
 def _name(algorithm: SpeculativeAlgorithm, budget: int | None) -> str:

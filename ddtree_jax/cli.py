@@ -24,6 +24,7 @@ from ddtree_jax.cli_engine import (
     mesh_sizes,
     progress_writer,
 )
+from ddtree_jax.cli_grammar import add_grammar_options, grammar_of
 from ddtree_jax.errors import CheckpointError, UnsupportedRequestError, one_line
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_error(error: Exception) -> None:
+def _print_error(error: Exception | str) -> None:
     print(f"ddtree-jax: error: {one_line(error, limit=10_000)}", file=sys.stderr)
 
 
@@ -152,6 +153,7 @@ def _add_generate(commands: Any) -> None:
         metavar="IDS",
         help="ids separated by commas, instead of the model's own end tokens; '' for none",
     )
+    add_grammar_options(parser)
     parser.add_argument("--show-tree", action="store_true", help="draw the last round's tree and its accepted path")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the stream")
     add_engine_options(parser)
@@ -184,6 +186,7 @@ def _add_bench(commands: Any) -> None:
         "--repeats", type=int, default=3, metavar="N", help="timed runs of each row, medians shown; default 3"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    add_grammar_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=_run_bench)
 
@@ -290,12 +293,13 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         "min_p": arguments.min_p,
         "seed": arguments.seed,
         "stop_token_ids": arguments.stop_token_ids,
+        "grammar": grammar_of(arguments),
     }
     # Bad arguments that need no model are told before the weights load.
     prompt = _prompt(arguments, sys.stdin)
-    check_arguments(**options, grammar=None)
+    check_arguments(**options)
     progress = progress_writer(arguments.progress)
-    engine = load_engine(arguments, progress, lambda engine: check_request(engine, prompt, **options, grammar=None))
+    engine = load_engine(arguments, progress, lambda engine: check_request(engine, prompt, **options))
     chunks = ddtree_jax.stream(engine, prompt, **options, with_tree=arguments.show_tree, progress=progress)
     out = sys.stdout
     pieces: list[str] = []
@@ -323,16 +327,27 @@ def _run_generate(arguments: argparse.Namespace) -> int:
             "finish_reason": last.finish_reason,
             "stats": last.stats.to_dict(),
         }
+        if last.error is not None:
+            document["error"] = last.error
         if arguments.show_tree:
             document["tree"] = drawing
         print(json.dumps(document), file=out)
-        return OK
+        return _status(last)
     if not "".join(pieces).endswith("\n"):
         out.write("\n")
     if arguments.show_tree:
         out.write(f"\n{drawing}\n\n")
     print(last.stats.summary_line(), file=out)
-    return OK
+    return _status(last)
+
+
+def _status(last: "ddtree_jax.Chunk") -> int:
+    """Of a finished stream: an output that could not go on is told on stderr."""
+    if last.error is None:
+        return OK
+    sys.stdout.flush()
+    _print_error(last.error)
+    return BAD_INPUT
 
 
 def _drawing(engine: "Engine", last_tree: Any) -> str:
@@ -355,6 +370,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         repeats=arguments.repeats,
         prompt_file=arguments.prompt_file,
+        grammar=grammar_of(arguments),
     )
     progress = progress_writer(arguments.progress)
     engine = load_engine(arguments, progress, lambda engine: bench.check(engine, settings))

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from ddtree_jax import SpeculativeAlgorithm, UnsupportedRequestError
+from ddtree_jax import InvariantError, SpeculativeAlgorithm, UnsupportedRequestError
 from ddtree_jax.algorithm import (
     CAPABILITIES,
     FEATURES,
@@ -13,6 +13,7 @@ from ddtree_jax.algorithm import (
     capabilities,
     require,
     require_drafter,
+    require_grammar_rows,
 )
 
 MEMBERS = tuple(SpeculativeAlgorithm)
@@ -27,12 +28,11 @@ def test_every_member_has_a_row_and_every_column_but_the_need_is_a_feature():
 
 
 def test_the_table_of_this_version():
-    # grammar decoding does not exist yet, so no row may promise it
     assert {member.name: dataclasses.astuple(row) for member, row in CAPABILITIES.items()} == {
         # needs_drafter, grammar, sampling, ragged_batch, branching, recurrent_target
-        "NONE": (False, False, True, True, False, True),
-        "DFLASH": (True, False, True, True, False, False),
-        "DDTREE": (True, False, True, True, True, False),
+        "NONE": (False, True, True, True, False, True),
+        "DFLASH": (True, True, True, True, False, False),
+        "DDTREE": (True, True, True, True, True, False),
     }
 
 
@@ -71,8 +71,8 @@ def test_require_follows_the_table(member, feature):
 def test_require_checks_every_feature_given_and_admits_a_request_that_needs_none():
     require("ddtree")
     require("ddtree", "sampling", "branching")
-    with pytest.raises(UnsupportedRequestError, match="grammar"):
-        require("ddtree", "sampling", "grammar")
+    with pytest.raises(UnsupportedRequestError, match="branching"):
+        require("dflash", "sampling", "branching")
     with pytest.raises(ValueError, match="needs_drafter"):
         require("ddtree", "needs_drafter")
 
@@ -85,3 +85,11 @@ def test_only_algorithms_that_draft_need_a_drafter(member):
         return
     with pytest.raises(UnsupportedRequestError, match=f"{member.name}.*drafter.*none"):
         require_drafter(member, False)
+
+
+@pytest.mark.parametrize("member", [*MEMBERS, None])
+def test_only_a_constrained_batch_without_rows_breaks_the_invariant(member):
+    for constrained, has_rows in ((False, False), (False, True), (True, True)):
+        require_grammar_rows(member, constrained=constrained, has_rows=has_rows)
+    with pytest.raises(InvariantError, match="unnamed" if member is None else f"^{member.name} "):
+        require_grammar_rows(member, constrained=True, has_rows=False)

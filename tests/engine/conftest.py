@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+import tokenizers
 
 from ddtree_jax.engine import Engine
 from ddtree_jax.models import ConvConfig, DFlashConfig, Glm5Config, SelectorConfig, make_drafter, make_target
 from ddtree_jax.models.pair import flat_leaves
+from tests.grammar.conftest import make_tiny_tokenizer
 
 TARGET = Glm5Config(
     vocab_size=61,
@@ -103,3 +105,13 @@ def small_engine():
 @pytest.fixture(scope="session")
 def lone_engine(small_engine):
     return dataclasses.replace(small_engine, drafter=None, name="lone")
+
+
+@pytest.fixture(scope="session")
+def text_engine(small_engine):
+    """`small_engine` with a tokenizer of a few characters; token 0 is its stop token."""
+    kept = "abcdefghijklmnopqrstuvwxyz0123456789-,:{}"
+    dropped = "".join(sorted(set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - set(kept + '"Ġ')))
+    tokenizer = make_tiny_tokenizer(drop=dropped)
+    assert tokenizer.vocab_size <= small_engine.target.config.vocab_size - 1  # the last row is the drafter's mask
+    return dataclasses.replace(small_engine, tokenizer=tokenizer, name="small-text")
