@@ -415,9 +415,7 @@ def run_finish(
 ) -> tuple[RoundState, RoundOutput]:
     """The rest of a round, given the grammar rows int32[B, N, W] of its tree; `finish_step` is the same, jitted."""
     functions = round_functions(plan, weights, sampling, rows=rows)
-    done = finish_round(
-        state, tree, verified, functions, stop_token_ids, max_depth=plan.max_depth, debug=plan.debug
-    )
+    done = finish_round(state, tree, verified, functions, stop_token_ids, max_depth=plan.max_depth, debug=plan.debug)
     return settle(done, plan.target.mesh)
 
 

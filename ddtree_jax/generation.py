@@ -238,9 +238,7 @@ def _prefill(
     grammars = [one.start() if one is not None else None for one in compiled] + [None] * (rows - len(group))
     num_words = -(-engine.target.config.vocab_size // 32)
     allowed = grammar_rounds.first_rows(grammars, num_words) if any(compiled) else None
-    first = decoding.first_token(
-        sampled_plan, weights, *prompt, sampling, stop_token_ids, jnp.asarray(limits), allowed
-    )
+    first = decoding.first_token(sampled_plan, weights, *prompt, sampling, stop_token_ids, jnp.asarray(limits), allowed)
     roots = np.array(first.root_token_ids)  # a copy: the state is donated to the next program
     rounds = None
     if kind == "table":
@@ -291,9 +289,7 @@ def _generate_group(
     capacity = -(-request.max_new_tokens // OUTPUT_BUCKET) * OUTPUT_BUCKET
     slots = run.state.cache.capacity
     _announce(engine, progress, f"the {request.algorithm.value} loop", run.plan, len(run.roots), slots, capacity)
-    _, out = decoding.decode_loop(
-        run.plan, run.weights, run.state, run.sampling, run.stop_token_ids, capacity, table
-    )
+    _, out = decoding.decode_loop(run.plan, run.weights, run.state, run.sampling, run.stop_token_ids, capacity, table)
     collected = jax.tree.map(np.asarray, out)
     if isinstance(run.rounds, TableRounds):
         run.rounds.finish(collected.token_ids, collected.counts)

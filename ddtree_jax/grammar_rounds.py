@@ -178,7 +178,11 @@ class HostRounds(GrammarRounds):
         for row in live:
             asked = self.grammars[row], int(self._roots[row]), log_probs[row], token_ids[row]
             try:
-                found[row] = filtered_tree(*asked, self.plan.budget) if branching else filtered_chain(*asked)
+                found[row] = (
+                    filtered_tree(*asked, self.plan.budget, forced="text")
+                    if branching
+                    else filtered_chain(*asked, forced="text")
+                )
             except ValueError as error:
                 self.failures[row] = Failure("error", str(error))
         return found
@@ -186,9 +190,10 @@ class HostRounds(GrammarRounds):
     def _merged(self, filtered: dict[int, FilteredTree], tree: DraftTree | None) -> DraftTree:
         """The batch's tree: the filtered ones, the drafter's own for free sequences, the root alone for the rest."""
         if tree is None:
-            batch, slots = len(self.grammars), (
-                self.plan.budget if capabilities(self.plan.algorithm).branching else self.plan.draft_depth
-            ) + 1
+            batch, slots = (
+                len(self.grammars),
+                (self.plan.budget if capabilities(self.plan.algorithm).branching else self.plan.draft_depth) + 1,
+            )
             fields = {
                 "token_ids": np.zeros((batch, slots), np.int32),
                 "parents": np.full((batch, slots), NO_PARENT, np.int32),

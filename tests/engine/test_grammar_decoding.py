@@ -119,9 +119,7 @@ def test_a_dead_end_ends_its_sequence_and_no_other(text_engine, implementation):
         if _first(text_engine, [t, *rest], compiled) == q
     )
     for algorithm in ("none", "ddtree"):
-        dead, alive = run(
-            text_engine, algorithm, 4, implementation, [prompt, PROMPTS[0]], [trap, GRAMMARS[0]]
-        )
+        dead, alive = run(text_engine, algorithm, 4, implementation, [prompt, PROMPTS[0]], [trap, GRAMMARS[0]])
         assert dead.token_ids == [q] and dead.text == "q"
         assert dead.finish_reason == "dead_end" and "dead end" in dead.error
         assert alive.finish_reason in ("stop", "length") and alive.error is None and len(alive.token_ids) > 3
