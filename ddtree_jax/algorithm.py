@@ -51,8 +51,7 @@ class Capabilities:
     recurrent_target: bool
 
 
-# A False is a promise that admission refuses the request. `recurrent_target` of DFLASH, whose chain has no siblings, once the commit takes the state of the last
-# accepted node.
+# A False is a promise that admission refuses the request.
 CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
     SpeculativeAlgorithm.NONE: Capabilities(
         needs_drafter=False,

@@ -286,8 +286,8 @@ def round_functions(
 ) -> RoundFunctions:
     """The model functions of a round, closed over one pair's weights; called while tracing.
 
-    sampling, rows: how tokens are chosen, and int32[B, N, W] from the host for a plan with grammar "rows"; only the last
-      step of a round needs them.
+    sampling: how tokens are chosen; like `rows`, only the last step of a round needs it.
+    rows: int32[B, N, W] from the host, for a plan with grammar "rows".
     table, grammar: the grammars of the batch and int32[B] their states, for a plan with grammar "table".
     """
     target = plan.target.merge(weights.target)

@@ -76,8 +76,8 @@ class Result:
       text: the new text; None without a tokenizer.
       token_ids: new tokens only; a stop token that ended the sequence is included.
       finish_reason: "stop" (a stop token; under a grammar: the text is complete), "length" (max_new_tokens), and under
-        a grammar also "dead_end" (the model's tokens can not go on with the text as the grammar demands) or "error" (the
-        grammar grew too complex for the library); the tokens are then those before that place.
+        a grammar also "dead_end" (the model's tokens can not go on with the text as the grammar demands) or "error"
+        (the grammar grew too complex for the library); the tokens are then those before that place.
       stats: counters of this sequence.
       error: what happened, for the last two finish reasons.
     """

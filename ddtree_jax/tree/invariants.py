@@ -5,8 +5,8 @@ predicate is a pure jittable function of arrays that returns bool[B], True where
 judges its own rule only: it skips nodes whose links are already broken, so that one corrupted field fires one
 rule.
 
-`check_tree`, `check_path`, `check_round` and `check_grammar` raise for the first broken rule. They work on concrete arrays,
-and inside a jitted function that the caller wraps in `chex.chexify`.
+`check_tree`, `check_path`, `check_round` and `check_grammar` raise for the first broken rule. They work on concrete
+arrays, and inside a jitted function that the caller wraps in `chex.chexify`.
 """
 
 from collections.abc import Callable

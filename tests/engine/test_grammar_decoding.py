@@ -1,4 +1,4 @@
-"""generate and stream under grammars, on a small random pair: exact, mixed with free requests, and what can go wrong."""
+"""generate and stream under grammars, on a small random pair: exact, beside free requests, and what can go wrong."""
 
 import dataclasses
 
