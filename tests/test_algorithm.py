@@ -54,7 +54,7 @@ def test_parse_names_what_was_got_and_what_is_allowed(value):
 
 
 @pytest.mark.parametrize(("member", "feature"), tuple(itertools.product(MEMBERS, FEATURES)))
-def test_require_follows_the_table(member, feature):
+def test_regression_g77_every_member_and_feature_follows_the_table(member, feature):
     if getattr(CAPABILITIES[member], feature):
         require(member, feature)
         require(member.value, feature)

@@ -9,7 +9,7 @@ import types
 import pytest
 
 import ddtree_jax
-from ddtree_jax import CheckpointError, SpeculativeAlgorithm, UnsupportedRequestError, bench
+from ddtree_jax import CheckpointError, Grammar, SpeculativeAlgorithm, UnsupportedRequestError, bench
 from ddtree_jax.bench import BenchSettings, run_bench
 
 # acceptance lengths 2, 3 and 6 over 3, 2 and 1 rounds (see FakeLibrary.generate)
@@ -102,11 +102,25 @@ def test_the_table_and_json_agree(library, asked):
     assert lines[-1] == "identical 3/3"
     row = next(line for line in lines if line.startswith("ddtree")).split()
     assert row[:5] == ["ddtree", "8", "3.67", "3.00", "3.00"]
-    assert row[-4:] == ["5.50", "1.00", "(17%)", "3/3"]
+    assert row[-5:] == ["5.50", "1.00", "(17%)", "3/3", "0/3"]
     values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert values["rows"][2]["acceptance_mean"] == report.rows[2].acceptance_mean
     assert values["rows"][2]["outside_models_ms"] == 1.0
     assert values["settings"]["budgets"] == [8]
+
+
+def test_under_a_grammar_the_round_is_timed_whole(library, asked, monkeypatch):
+    monkeypatch.setattr(bench, "check_request", lambda *args: None)
+    grammar = Grammar.choices(["yes", "no"])
+    report = run_bench(library.engine, BenchSettings(prompts=3, budgets=(8,), repeats=1, grammar=grammar))
+    assert not asked and all(options["grammar"] == grammar for _, options in library.generated)
+    # STATS: 4 tokens at 8 a second, half of them spent on the first: nothing is left for the rounds
+    assert [row.round_ms for row in report.rows] == [{"round": 0.0}] * 3
+    table = report.table()
+    assert "under a grammar (choices)" in table
+    assert next(line for line in table.splitlines() if line.startswith("ddtree")).split()[-3:] == ["-", "3/3", "0/3"]
+    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert values["settings"]["grammar"]["kind"] == "choices" and values["rows"][0]["outside_models_ms"] is None
 
 
 def test_a_prompt_without_a_round_does_not_count(library, asked, monkeypatch):

@@ -10,7 +10,7 @@ import types
 import pytest
 
 import ddtree_jax
-from ddtree_jax import CheckpointError, InvariantError, UnsupportedRequestError, bench, cli
+from ddtree_jax import CheckpointError, Grammar, InvariantError, UnsupportedRequestError, bench, cli
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -46,6 +46,7 @@ def test_generate_streams_the_text_and_ends_with_the_statistics(library, capsys)
                 "min_p": None,
                 "seed": 0,
                 "stop_token_ids": None,
+                "grammar": None,
                 "with_tree": False,
                 "progress": None,
             },
@@ -89,6 +90,7 @@ def test_every_option_reaches_the_library(library, capsys):
         "min_p": 0.1,
         "seed": -7,
         "stop_token_ids": [4, 5],
+        "grammar": None,
         "with_tree": False,
         "progress": None,
     }
@@ -231,6 +233,12 @@ BAD_USAGE = [
     (("bench", "--temperature", "-0.1"), "temperature"),
     (("bench", "--temperature", "1e31"), "temperature"),
     (("doctor", "--drafter", "x"), "--target"),
+    (("generate", "p", "--regex", "(a"), "grammar regex"),
+    (("generate", "p", "--regex", "a", "--json-schema", "x"), "--json-schema"),
+    (("generate", "p", "--json-compact"), "--json-compact"),
+    (("generate", "p", "--json-schema", "/no/such/file"), "/no/such/file cannot be read"),
+    (("bench", "--lark", "/no/such/file"), "/no/such/file cannot be read"),
+    (("bench", "--choices"), "--choices"),
 ]
 
 
@@ -240,6 +248,60 @@ def test_bad_usage_is_one_line_that_names_it(library, capsys, argv, named):
     assert (status, out) == (2, "")
     assert named in one_line(err)
     assert not library.loads
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "doctor", "convert"])
+def test_regression_g79_no_option_is_dropped_or_run_into_its_neighbour(library, capsys, command):
+    """Two flags run together into one word, or a flag that no parser knows, must never be a silent no-op."""
+    given = ("p",) if command == "generate" else ()
+    needed = ("--output", "x") if command == "convert" else ()
+    for wrong in ("--algorithm=ddtree--budget=4", "--speculative-ddtree-budgets", "--budgetalgorithm"):
+        status, out, err = run(capsys, command, *given, *needed, wrong)
+        assert (status, out) == (2, "") and one_line(err)
+    assert not library.loads
+
+
+GRAMMARS = [
+    (("--regex", "[0-9]+"), Grammar.regex("[0-9]+")),
+    (("--choices", "yes", "no way"), Grammar.choices(["yes", "no way"])),
+    (("--json-schema", "SCHEMA"), Grammar.json_schema({"type": "integer"})),
+    (("--json-schema", "SCHEMA", "--json-compact"), Grammar.json_schema({"type": "integer"}, compact=True)),
+    (("--lark", "LARK"), Grammar.lark('start: "a"')),
+]
+
+
+@pytest.mark.parametrize(("options", "grammar"), GRAMMARS)
+def test_a_grammar_reaches_the_library(library, capsys, tmp_path, monkeypatch, options, grammar):
+    files = {"SCHEMA": '{"type": "integer"}', "LARK": 'start: "a"'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    options = [str(tmp_path / one) if one in files else one for one in options]
+    assert run(capsys, "generate", "p", *options)[0] == 0
+    assert library.streams[0][1]["grammar"] == grammar
+    calls = []
+    report = types.SimpleNamespace(table=lambda: "", to_dict=dict, dtype="float32", all_identical=True)
+    monkeypatch.setattr(bench, "run_bench", lambda engine, settings, *, progress: calls.append(settings) or report)
+    assert run(capsys, "bench", *options)[0] == 0
+    assert calls[0].grammar == grammar
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{", b'"text"', b"x" * 200_000, b'{"type": "wrong"}'])
+def test_a_schema_file_that_is_no_schema_is_told_before_loading(library, capsys, tmp_path, content):
+    file = tmp_path / "schema"
+    file.write_bytes(content)
+    status, out, err = run(capsys, "generate", "p", "--json-schema", str(file))
+    assert (status, out) == (2, "") and one_line(err) and not library.loads
+
+
+def test_an_output_that_could_not_go_on_is_status_2_after_its_text(library, capsys):
+    library.chunks = (
+        dataclasses.replace(library.chunks[0]),
+        dataclasses.replace(library.chunks[1], finish_reason="dead_end", error="grammar: dead end: no token"),
+    )
+    status, out, err = run(capsys, "generate", "p")
+    assert status == 2 and "dead end" in one_line(err) and out.startswith("one two")
+    status, out, err = run(capsys, "generate", "p", "--json")
+    assert status == 2 and json.loads(out)["error"] == "grammar: dead end: no token"
 
 
 def test_a_bad_argument_is_told_before_a_missing_folder(tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_arrays_that_are_no_tree(tiny):
             state.walk(tokens, parents, count)
 
 
-def test_an_illegal_sibling_before_a_legal_one(tiny):
+def test_regression_g74_an_illegal_sibling_before_a_legal_one(tiny):
     """xgrammar #613: ids outside, a refused token, a stop too early, each before the legal child, and below each."""
     made = compiled(tiny, Grammar.regex("ab+c"))
     a, b, c, z = _ids(tiny, b"abcz")
@@ -115,7 +115,7 @@ def test_an_illegal_sibling_before_a_legal_one(tiny):
     state.advance([a, b, c, STOP])
 
 
-def test_a_chain_of_a_thousand(tiny):
+def test_regression_g74_a_chain_of_a_thousand(tiny):
     made = compiled(tiny, Grammar.lark('start: "(" start ")" | "x"'))
     opening, x, z = _ids(tiny, b"(xz")
     tokens, parents = [9] + [opening] * 1000, list(range(-1, 1000))
@@ -145,7 +145,7 @@ def test_stop_tokens_in_the_tree(tiny):
     assert alive.tolist() == [True, True, False] and allowed(made, rows[0]) == [STOP, OTHER_STOP]
 
 
-def test_a_section_that_ends_inside_a_path(tiny):
+def test_regression_g75_a_section_that_ends_inside_a_path(tiny):
     """vllm #44006 and kin: `</think>` and `{` in one window, and the `{` is not expected a second time."""
     made = compiled(tiny, Grammar.lark(LARK["thought"][0]))
     end, (h, brace, close) = tiny.token_bytes.index(b"</think>"), _ids(tiny, b"h{}")
