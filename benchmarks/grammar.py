@@ -106,9 +106,9 @@ def proposal(rng: np.random.Generator, ahead: list[int], vocab: int) -> tuple[np
     return log_probs - np.float32(0.05), token_ids
 
 
-def timed(times: dict[str, list[float]], name: str, call: Callable[[], Any]) -> Any:
+def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     start = time.perf_counter()
-    result = call()
+    result = call(*args, **options)
     times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
     return result
 
@@ -118,20 +118,20 @@ def host_times(vocabulary: GrammarVocabulary, tokenizer: Tokenizer, name: str, b
     grammar, text = CASES[name]
     rng = np.random.default_rng(0)
     times: dict[str, list[float]] = {}
-    compiled = timed(times, "compile", lambda: vocabulary.compile(grammar, [STOP]))
+    compiled = timed(times, "compile", vocabulary.compile, grammar, [STOP])
     while len(times.get("tree", ())) < rounds:
         sequence, ahead = compiled.start(), [*tokenizer.encode(text), STOP]
         sequence.advance(ahead[:1])
         root, ahead = ahead[0], ahead[1:]
         while ahead:
             scores, tokens = proposal(rng, ahead, vocabulary.vocab_size)
-            tree = timed(times, "tree", lambda: filtered_tree(sequence, root, scores, tokens, budget, forced="text"))
+            tree = timed(times, "tree", filtered_tree, sequence, root, scores, tokens, budget, forced="text")
             timed(times, "rows", tree.rows)
             free = build_tree_from_candidates(scores[None], tokens[None], jnp.array([root]), budget=budget)
             parents, drafted = np.asarray(free.parents[0]), np.asarray(free.token_ids[0])
-            timed(times, "walk", lambda: sequence.walk(drafted, parents, int(free.num_nodes[0])))
+            timed(times, "walk", sequence.walk, drafted, parents, int(free.num_nodes[0]))
             emitted = ahead[: int(rng.integers(1, 7))]
-            timed(times, "advance", lambda: sequence.advance(emitted))
+            timed(times, "advance", sequence.advance, emitted)
             root, ahead = emitted[-1], ahead[len(emitted) :]
     return times
 
@@ -161,7 +161,7 @@ def device_times(vocabulary: GrammarVocabulary, budget: int, repeats: int) -> di
     for name, call in calls.items():
         jax.block_until_ready(call())
         for _ in range(repeats):
-            timed(times, name, lambda call=call: jax.block_until_ready(call()))
+            timed(times, name, _wait, call)
     return times
 
 
@@ -177,10 +177,10 @@ def main() -> None:
     tokenizer = trained_tokenizer(options.vocab, options.megabytes)
     start = time.perf_counter()
     vocabulary = GrammarVocabulary(tokenizer, options.vocab)
-    device = jax.devices()[0]
+    seconds = time.perf_counter() - start
     print(
-        f"{tokenizer.vocab_size} tokens of {options.vocab} rows (vocabulary made in {time.perf_counter() - start:.1f} s), "
-        f"budget {options.budget}, L {DEPTH}, K {CANDIDATES}; {device.device_kind}; medians (95th percentiles), ms"
+        f"{tokenizer.vocab_size} tokens of {options.vocab} rows (vocabulary made in {seconds:.1f} s), budget "
+        f"{options.budget}, L {DEPTH}, K {CANDIDATES}; {jax.devices()[0].device_kind}; medians (95th percentiles), ms"
     )
     report = {}
     columns = ("tree", "rows", "walk", "advance")
@@ -194,6 +194,10 @@ def main() -> None:
     print("device         " + "  ".join(f"{name} {_cell(values)}" for name, values in times.items()))
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1))
+
+
+def _wait(call: Callable[[], Any]) -> None:
+    jax.block_until_ready(call())
 
 
 def _summary(values: list[float]) -> dict[str, float]:
