@@ -102,11 +102,13 @@ def test_greedy_output_is_that_of_plain_decoding(few: Decoder, few_plain, algori
     assert mean_acceptance(results) > 1.2
 
 
+@pytest.mark.slow
 def test_greedy_output_is_the_same_alone_and_in_a_batch(few: Decoder, few_plain) -> None:
     alone = dataclasses.replace(few, prompts=few.prompts[:2])
     alone.assert_same(alone("ddtree", 15, batch=1), few_plain[:2], "ddtree budget 15, batch 1")
 
 
+@pytest.mark.slow
 def test_sampled_output_is_that_of_plain_decoding(few: Decoder) -> None:
     """Noise belongs to the output position, so losslessness is equality here too, not only equality in law."""
     sampled = dataclasses.replace(
@@ -208,6 +210,7 @@ def dflash2_engines(demo_engine: Engine) -> dict[str, Engine]:
     return {"grafted": grafted_dflash2(demo_engine), "random": random_dflash2(demo_engine)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "algorithm", "budget"), [("grafted", "ddtree", 15), ("grafted", "dflash", 0)])
 def test_greedy_output_with_dflash2(few: Decoder, few_plain, dflash2_engines, kind: str, algorithm: str, budget: int):
     second = dataclasses.replace(few, engine=dflash2_engines[kind], prompts=few.prompts[:3])
@@ -216,6 +219,7 @@ def test_greedy_output_with_dflash2(few: Decoder, few_plain, dflash2_engines, ki
     assert mean_acceptance(results) > 1.2
 
 
+@pytest.mark.slow
 def test_sampled_output_with_dflash2(few: Decoder, dflash2_engines) -> None:
     options = dict(temperature=0.7, top_p=0.95, seed=[11, 12, 13])
     first = dataclasses.replace(few, prompts=few.prompts[:3], options=options)

@@ -66,6 +66,7 @@ def generate(folders, *options):
     return ("generate", ids, "--token-ids", "--max-new-tokens", "12", "--budget", "6", *model(folders), *options)
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(folders):
     (status, out, err), other = run_together(*generate(folders, "--json"))
     assert (status, err) == (0, "") and other == (0, "", "")

@@ -185,7 +185,11 @@ def test_the_target_alone_decides_what_is_written(small_dflash2_engine, small_en
     assert [r.token_ids for r in results] == greedy
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(top_k=12, top_p=0.9, min_p=0.01)], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(dict(), marks=pytest.mark.slow), dict(top_k=12, top_p=0.9, min_p=0.01)],
+    ids=["plain", "filtered"],
+)
 def test_sampled_output_is_the_same_for_every_algorithm_and_batch(small_dflash2_engine, settings):
     def run(prompts, algorithm, seeds, budget=15):
         results = ddtree_jax.generate(

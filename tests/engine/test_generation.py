@@ -43,7 +43,11 @@ def test_greedy_equals_the_full_forward(small_engine, greedy):
     assert chosen.tolist() == greedy[0]
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(top_k=12, top_p=0.9, min_p=0.01)], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(dict(), marks=pytest.mark.slow), dict(top_k=12, top_p=0.9, min_p=0.01)],
+    ids=["plain", "filtered"],
+)
 def test_sampled_output_is_the_same_for_every_algorithm_and_batch(small_engine, settings):
     """The noise belongs to the output position, so lossless sampling is equality, not only equality in law."""
 

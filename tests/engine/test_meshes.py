@@ -180,6 +180,7 @@ def test_a_drafter_lies_on_the_mesh_of_its_target(folders):
             load_drafter(folders / "drafter", target, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_one_device_changes_nothing(folders):
     plain = ddtree_jax.load(folders / "target", folders / "drafter")
     split = ddtree_jax.load(folders / "target", folders / "drafter", mesh=make_mesh())

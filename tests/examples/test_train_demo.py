@@ -58,6 +58,7 @@ def engine(work: Path) -> "ddtree_jax.Engine":
     return ddtree_jax.load(demo / "target", demo / "drafter")
 
 
+@pytest.mark.slow
 def test_second_command_goes_on_from_the_archive(work: Path) -> None:
     first, second = work / "work", work / "second"
     for name in ("tokenizer.json", "heldout.json", "target/model.safetensors"):
@@ -69,6 +70,7 @@ def test_second_command_goes_on_from_the_archive(work: Path) -> None:
     assert not [record for record in records if "error" in record]
 
 
+@pytest.mark.slow
 def test_training_lowers_the_losses(work: Path) -> None:
     records = [json.loads(line) for line in (work / "out2" / "log.jsonl").read_text().splitlines()]
     target = next(r for r in records if r["stage"] == "target" and r.get("summary"))
@@ -79,6 +81,7 @@ def test_training_lowers_the_losses(work: Path) -> None:
     assert acceptance["dflash"]["mean"] > 1.2
 
 
+@pytest.mark.slow
 def test_folder_is_what_ships(work: Path) -> None:
     demo = work / "second" / "demo"
     files = {path.relative_to(demo).as_posix() for path in demo.rglob("*") if path.is_file()}
@@ -110,6 +113,7 @@ def test_folder_is_what_ships(work: Path) -> None:
     assert (work / "joined" / "demo" / "README.md").read_text() == card
 
 
+@pytest.mark.slow
 def test_simulated_rounds_are_those_of_real_decoding(work: Path, engine: "ddtree_jax.Engine") -> None:
     evaluation = json.loads((work / "second" / "evaluation.json").read_text())
     prompts = json.loads((work / "second" / "heldout.json").read_text())
@@ -126,6 +130,7 @@ def test_simulated_rounds_are_those_of_real_decoding(work: Path, engine: "ddtree
             assert list(result.stats.acceptance_lengths) == rounds
 
 
+@pytest.mark.slow
 def test_text_prompts_use_the_tokenizer_of_the_folder(engine: "ddtree_jax.Engine") -> None:
     result = ddtree_jax.generate(engine, "def main():\n    ", max_new_tokens=8)
     assert len(result.token_ids) <= 8 and isinstance(result.text, str)

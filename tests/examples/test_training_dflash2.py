@@ -46,6 +46,7 @@ def tokens_and_anchors() -> tuple[jax.Array, jax.Array]:
     return tokens, jnp.broadcast_to(jnp.asarray(ANCHORS, jnp.int32)[None], (2, len(ANCHORS)))
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_rows_and_that_of_the_candidates(pair2, sizes2: DemoSizes) -> None:
     target, drafter = pair2
     tokens, anchors = tokens_and_anchors()

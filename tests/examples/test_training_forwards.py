@@ -119,6 +119,7 @@ def test_indexer_gradients_reach_indexers_alone(pair) -> None:
     }
 
 
+@pytest.mark.slow
 def test_writer_continues_greedily_as_the_full_forward_does(pair) -> None:
     target, _ = pair
     prompts = token_ids(3, 20)
@@ -167,6 +168,7 @@ def blocks(pair, features: jax.Array, tokens: jax.Array) -> jax.Array:
     return function(target.params, drafter.params, features, tokens, anchors_of(len(tokens)))
 
 
+@pytest.mark.slow
 def test_blocks_equal_the_library_drafter_at_every_anchor(pair) -> None:
     target, drafter = pair
     tokens = token_ids(2, LENGTH)
@@ -190,6 +192,7 @@ def test_nothing_from_the_anchor_on_reaches_a_block_but_its_root(pair) -> None:
     assert np.max(np.abs(base - first_block(features, tokens.at[:, first].add(1)))) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("soft", [0.0, 1.0])
 def test_labels_are_the_tokens_at_the_drafted_positions(pair, sizes, soft: float) -> None:
     target, drafter = pair

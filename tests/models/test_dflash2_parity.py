@@ -170,6 +170,7 @@ def test_a_new_drafter_starts_as_dflash_v1(load_golden):
     np.testing.assert_allclose(pairs.log_probs, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_incremental_context_equals_the_whole_context(load_golden, make_drafter):
     target, golden = load_golden("mixed")
     drafter, _, _ = make_drafter(target, **VARIANTS["sliding"])
@@ -190,6 +191,7 @@ def test_incremental_context_equals_the_whole_context(load_golden, make_drafter)
         assert largest_error(drafted[b], alone[0]) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taps", [2, 4])
 def test_blocks_side_by_side_do_not_touch(load_golden, make_drafter, taps):
     """Training drafts several blocks of a sequence in one pass: a convolution must not reach into the block before."""

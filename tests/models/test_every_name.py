@@ -81,7 +81,8 @@ def test_names_are_the_published_ones():
     assert len(mtp) == 791 and dict(mtp_tensors(config)) == mtp and not mtp.keys() & own.keys()
 
 
-@pytest.mark.parametrize("layout", ["bfloat16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["bfloat16", "nvfp4"])
 def test_every_tensor_finds_its_place(tmp_path, layout):
     rng = np.random.default_rng(0)
     own = list(own_tensors())

@@ -49,6 +49,7 @@ def write_pair(folder):
     return f"--targets={folder / 'target.json'}", f"--drafter={folder / 'drafter.json'}"
 
 
+@pytest.mark.slow
 def test_small_pair_moves_no_weight_and_no_cache(tmp_path):
     """Head, drafter cache and a layer's packed experts take 0.5 MB or more on a device, no activation 0.3 MB."""
     pair = write_pair(tmp_path)

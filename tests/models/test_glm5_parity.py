@@ -47,6 +47,7 @@ def test_tokens_see_only_their_past(load_golden):
     assert np.abs(before[:, 15:] - after[:, 15:]).max() > FAULT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed", "groups"])
 def test_sorted_experts_equal_the_wide_form(many_experts, name):
     """Models of many experts take another path through the MoE layers; here a small one does too."""

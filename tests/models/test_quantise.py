@@ -110,6 +110,7 @@ def test_the_other_files_come_along(source, quantised):
     assert not list(folder.glob("*partial*")) and not list(folder.parent.glob("*partial*"))
 
 
+@pytest.mark.slow
 def test_logits_stay_close_and_are_those_of_the_decoded_weights(source, quantised, tmp_path):
     folder, _ = quantised
     tensors = tensors_of(folder)
