@@ -41,7 +41,13 @@ def plain(text_engine):
     return grammar_oracle.greedy(text_engine, PROMPTS, GRAMMARS, NEW, STOPS)
 
 
-@pytest.mark.parametrize(("algorithm", "budget"), [("none", 0), ("dflash", 0), ("ddtree", 4), ("ddtree", 15)])
+@pytest.mark.parametrize(
+    ("algorithm", "budget"),
+    [
+        ("ddtree", 15),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", 0), ("dflash", 0), ("ddtree", 4))),
+    ],
+)
 def test_greedy_equals_plain_constrained_decoding(text_engine, plain, algorithm, budget):
     results = run(text_engine, algorithm, budget)
     assert [r.token_ids for r in results] == plain
@@ -50,23 +56,25 @@ def test_greedy_equals_plain_constrained_decoding(text_engine, plain, algorithm,
         assert max(r.stats.mean_acceptance_length for r in results[:2]) > 1.2
 
 
-def test_where_the_rows_come_from_changes_nothing(text_engine, plain):
-    grammars = [GRAMMARS[0], Grammar.choices(["abc", "abd, true", "x"]), None]
-    expected = [r.token_ids for r in run(text_engine, "none", grammars=grammars)]
-    assert expected[0] == plain[0] and expected[2] == plain[2]
-    for algorithm, implementation in (
-        ("none", "table"),
-        ("dflash", "table"),
-        ("dflash", "unfiltered"),
-        ("ddtree", "table"),
-        ("ddtree", "unfiltered"),
+@pytest.mark.parametrize(
+    ("algorithm", "implementation"),
+    [
         ("ddtree", "auto"),
-    ):
-        results = run(text_engine, algorithm, 4, implementation, grammars=grammars)
-        assert [r.token_ids for r in results] == expected, (algorithm, implementation)
-        assert [r.finish_reason for r in results] == ["stop" if ids[-1] == 0 else "length" for ids in expected]
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("none", "table"), ("dflash", "table"), ("dflash", "unfiltered"), ("ddtree", "unfiltered"))
+        ),
+    ],
+)
+def test_where_the_rows_come_from_changes_nothing(text_engine, plain, algorithm, implementation):
+    grammars = [GRAMMARS[0], Grammar.choices(["abc", "abd, true", "x"]), None]
+    expected = [plain[0], grammar_oracle.greedy(text_engine, PROMPTS[1:2], grammars[1:2], NEW, STOPS)[0], plain[2]]
+    results = run(text_engine, algorithm, 15, implementation, grammars=grammars)
+    assert [r.token_ids for r in results] == expected
+    assert [r.finish_reason for r in results] == ["stop" if ids[-1] == 0 else "length" for ids in expected]
 
 
+@pytest.mark.slow
 def test_sampled_output_is_the_same_for_every_algorithm_and_implementation(text_engine):
     grammars = [GRAMMARS[0], Grammar.regex("[a-z0-9 ]{3,12}"), None]
     options = {"temperature": 2.0, "top_p": 0.95, "seed": [3, 4, 5], "grammars": grammars}
@@ -78,6 +86,7 @@ def test_sampled_output_is_the_same_for_every_algorithm_and_implementation(text_
     assert [a.token_ids == b for a, b in zip(other, expected, strict=True)] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_a_free_request_is_unaffected_by_its_neighbours(text_engine):
     alone = ddtree_jax.generate(text_engine, PROMPTS[2], NEW, "ddtree", 15, stop_token_ids=STOPS)
     beside = run(text_engine, "ddtree", 15)[2]
@@ -98,6 +107,7 @@ def test_stream_joins_to_the_result(text_engine, plain):
         assert own[-1].finish_reason == ("stop" if expected[-1] in STOPS else "length") and own[-1].error is None
 
 
+@pytest.mark.slow
 def test_the_cut_at_the_length_is_told(text_engine, plain):
     for new in (1, 3):
         result = ddtree_jax.generate(
@@ -106,8 +116,17 @@ def test_the_cut_at_the_length_is_told(text_engine, plain):
         assert result.token_ids == plain[0][:new] and result.finish_reason == "length" and result.error is None
 
 
-@pytest.mark.parametrize("implementation", ["table", "host"])
-def test_a_dead_end_ends_its_sequence_and_no_other(text_engine, implementation):
+@pytest.mark.parametrize(
+    ("algorithm", "implementation"),
+    [
+        ("ddtree", "host"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("ddtree", "table"), ("none", "table"), ("none", "host"))
+        ),
+    ],
+)
+def test_a_dead_end_ends_its_sequence_and_no_other(text_engine, algorithm, implementation):
     """Upper case is not among the tokens: behind `q` the grammar demands what can not be written."""
     trap = Grammar.regex("(a|q[A-Z])" if implementation == "host" else "(aa|qQ)")
     compiled = grammar_oracle.compiled_for(text_engine, trap, STOPS)
@@ -118,11 +137,12 @@ def test_a_dead_end_ends_its_sequence_and_no_other(text_engine, implementation):
         for rest in ([5, 8], [9, 2], [30, 31])
         if _first(text_engine, [t, *rest], compiled) == q
     )
-    for algorithm in ("none", "ddtree"):
-        dead, alive = run(text_engine, algorithm, 4, implementation, [prompt, PROMPTS[0]], [trap, GRAMMARS[0]])
-        assert dead.token_ids == [q] and dead.text == "q"
-        assert dead.finish_reason == "dead_end" and "dead end" in dead.error
-        assert alive.finish_reason in ("stop", "length") and alive.error is None and len(alive.token_ids) > 3
+    prompts, grammars = [prompt, *PROMPTS[:2]], [trap, GRAMMARS[0], None]
+    dead, alive, free = run(text_engine, algorithm, 15, implementation, prompts, grammars)
+    assert dead.token_ids == [q] and dead.text == "q"
+    assert dead.finish_reason == "dead_end" and "dead end" in dead.error
+    for other in (alive, free):
+        assert other.finish_reason in ("stop", "length") and other.error is None and len(other.token_ids) > 3
 
 
 def _first(engine, prompt, compiled):
@@ -131,8 +151,15 @@ def _first(engine, prompt, compiled):
     return max((float(logits[i]), int(i)) for i in range(len(allowed)) if allowed[i])[1]
 
 
-@pytest.mark.parametrize("where", ["_fill", "_advance"])
-def test_a_limit_of_the_library_ends_its_sequence_and_no_other(text_engine, plain, monkeypatch, where):
+@pytest.mark.parametrize(
+    ("algorithm", "where"),
+    [
+        ("ddtree", "_fill"),
+        ("ddtree", "_advance"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", "_fill"), ("dflash", "_fill"))),
+    ],
+)
+def test_a_limit_of_the_library_ends_its_sequence_and_no_other(text_engine, plain, monkeypatch, algorithm, where):
     original = getattr(SequenceGrammar, where)
 
     def limited(self, *args):
@@ -141,15 +168,14 @@ def test_a_limit_of_the_library_ends_its_sequence_and_no_other(text_engine, plai
         return original(self, *args)
 
     monkeypatch.setattr(SequenceGrammar, where, limited)
-    for algorithm in ("none", "dflash", "ddtree"):
-        cut, schema, free = run(text_engine, algorithm, 4)
-        assert cut.finish_reason == "error" and "too complex" in cut.error
-        assert 3 <= len(cut.token_ids) and cut.token_ids == plain[0][: len(cut.token_ids)]
-        assert [schema.token_ids, free.token_ids] == plain[1:]
+    cut, schema, free = run(text_engine, algorithm, 15)
+    assert cut.finish_reason == "error" and "too complex" in cut.error
+    assert 3 <= len(cut.token_ids) and cut.token_ids == plain[0][: len(cut.token_ids)]
+    assert [schema.token_ids, free.token_ids] == plain[1:]
 
 
 def test_another_grammar_does_not_recompile(text_engine):
-    run(text_engine, "ddtree", 4)
+    run(text_engine, "ddtree", 15)
     traced = []
     original = decoding.round_functions
 
@@ -160,12 +186,13 @@ def test_another_grammar_does_not_recompile(text_engine):
     decoding.round_functions = counting
     try:
         others = [Grammar.regex("x{3,9}"), Grammar.lark('start: "a" start | "b"'), None]
-        run(text_engine, "ddtree", 4, grammars=others, temperature=0.0)
+        run(text_engine, "ddtree", 15, grammars=others)
     finally:
         decoding.round_functions = original
     assert not traced
 
 
+@pytest.mark.slow
 def test_debug_checks_sees_a_row_that_was_not_obeyed(text_engine, monkeypatch):
     with ddtree_jax.debug_checks():
         fine = run(text_engine, "ddtree", 4)
@@ -177,6 +204,7 @@ def test_debug_checks_sees_a_row_that_was_not_obeyed(text_engine, monkeypatch):
         run(text_engine, "ddtree", 4)
 
 
+@pytest.mark.slow
 def test_what_breaks_a_grammar_is_an_invariant_error_without_debug_too(text_engine, monkeypatch):
     from ddtree_jax.tree import round as tree_round
 
@@ -191,7 +219,7 @@ def test_what_breaks_a_grammar_is_an_invariant_error_without_debug_too(text_engi
 def test_each_step_is_traced_once_a_generation(text_engine, monkeypatch):
     limited = jax.jit(chex.assert_max_traces(decoding.run_finish, n=1), static_argnums=0, donate_argnums=2)
     monkeypatch.setattr(decoding, "finish_step", limited)
-    results = run(text_engine, "ddtree", 4, stop_token_ids=[0, 1])
+    results = run(text_engine, "ddtree", 15, stop_token_ids=[0, 1])
     assert sum(r.stats.num_rounds for r in results) > 6
 
 
@@ -221,6 +249,7 @@ def test_a_target_without_a_tokenizer_takes_no_grammar(small_engine):
         ddtree_jax.generate(small_engine, PROMPTS[0], NEW, grammar=GRAMMARS[0])
 
 
+@pytest.mark.slow
 def test_a_list_of_none_is_a_free_batch(text_engine):
     free = ddtree_jax.generate(text_engine, PROMPTS, NEW, "ddtree", 4, grammar=[None] * 3, stop_token_ids=STOPS)
     assert [r.token_ids for r in free] == [
@@ -230,5 +259,5 @@ def test_a_list_of_none_is_a_free_batch(text_engine):
 
 def test_no_grammar_survives_in_the_next_request(text_engine):
     """The state of a request is its own: the same call twice is the same answer."""
-    first, again = (run(text_engine, "ddtree", 4) for _ in range(2))
+    first, again = (run(text_engine, "ddtree", 15) for _ in range(2))
     assert [dataclasses.astuple(r)[:3] for r in first] == [dataclasses.astuple(r)[:3] for r in again]

@@ -98,11 +98,16 @@ FILTERED = {"temperature": 1.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
 @pytest.mark.parametrize(
     ("member", "implementation", "options"),
     [
-        ("none", "host", {}),
-        ("dflash", "host", FILTERED),
-        ("ddtree", "table", {}),
-        ("ddtree", "table", FILTERED),
-        ("ddtree", "unfiltered", {"temperature": 1.5}),
+        ("none", "host", FILTERED),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("dflash", "host", FILTERED),
+                ("ddtree", "table", {}),
+                ("ddtree", "table", FILTERED),
+                ("ddtree", "unfiltered", {"temperature": 1.5}),
+            )
+        ),
     ],
 )
 def test_regression_g76_every_path_of_acceptance_is_masked(text_engine, member, implementation, options):
