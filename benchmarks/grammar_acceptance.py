@@ -2,8 +2,8 @@
 
     python benchmarks/grammar_acceptance.py [--max-new-tokens 48] [--runs dflash,4,32] [--json FILE]
 
-Also checks that every output is that of `none`. JSON grammars are compact, since this model goes on with white space for
-ever where it may. Grammars whose text is over with the first round say nothing and are left out of the means.
+Also checks that every output is that of `none`. JSON grammars are compact, since this model goes on with white space
+for ever where it may. Grammars whose text is over with the first round say nothing and are left out of the means.
 """
 
 import argparse
