@@ -12,6 +12,7 @@ from ddtree_jax.tree.build import (
     root_tree,
 )
 from ddtree_jax.tree.commit import gather_rows
+from ddtree_jax.tree.grammar_rows import mask_logits
 from ddtree_jax.tree.invariants import check_path, check_round, check_tree
 from ddtree_jax.tree.mask import ancestor_mask, positions
 from ddtree_jax.tree.pairs import (
@@ -47,6 +48,7 @@ __all__ = [
     "default_pair_formulation",
     "draft_candidates",
     "gather_rows",
+    "mask_logits",
     "positions",
     "root_tree",
     "speculative_round",
