@@ -50,6 +50,10 @@ class SequenceGrammar:
         self._stops = frozenset(compiled.stop_token_ids)
         self._root: tuple[np.ndarray, bool] | None = None
 
+    def _place(self) -> tuple[int, bool]:
+        """Changes with every move that changes what is allowed."""
+        return len(self._emitted), self._finished
+
     def copy(self) -> SequenceGrammar:
         """Returns an independent state at the same place."""
         other = SequenceGrammar.__new__(SequenceGrammar)
@@ -254,10 +258,24 @@ class SequenceGrammar:
         return tokens[: int(np.sum(alive)) - 1]
 
 
+class Candidates:
+    """Tokens to look up together, row by row, in the rows of one sequence's slots: `Visit.allowed_of`."""
+
+    def __init__(self, sequence: SequenceGrammar, token_ids: np.ndarray):
+        """Takes int[L, K]; ids outside the vocabulary are never allowed."""
+        in_range = (token_ids >= 0) & (token_ids < sequence.compiled.vocabulary.vocab_size)
+        safe = np.where(in_range, token_ids, 0).astype(np.int64)
+        bits = np.left_shift(in_range.astype(np.uint32), (safe & 31).astype(np.uint32)).view(np.int32)
+        self.words = safe >> 5
+        self.text_bits = bits & sequence._text_words[self.words]
+        self.is_stop = bits & sequence._stop_words[self.words] != 0
+
+
 class Visit:
     """An excursion of a sequence's matcher over tree slots, entered parents first; the end of `with` brings it home.
 
-    Where the library meets a limit it raises; run the whole excursion under `SequenceGrammar.recovering`.
+    Where the library meets a limit it raises; run the whole excursion under `SequenceGrammar.recovering`. A later
+    `with` goes on with the same slots, as long as the sequence has not moved.
 
     Attributes:
       alive: bool[N], slots entered whose path is allowed; slot 0 from the start.
@@ -266,15 +284,17 @@ class Visit:
     def __init__(self, sequence: SequenceGrammar, num_slots: int):
         self._sequence = sequence
         self._matcher = sequence._matcher
+        self._place = sequence._place()
         self._words = np.zeros((num_slots, sequence._buffer_words), np.int32)
         self.alive = np.zeros((num_slots,), bool)
+        self._has_row = [False] * num_slots
         self._accepting = [False] * num_slots
         self._finished = [False] * num_slots
         self._parents = [-1] * num_slots
         self._tokens = [0] * num_slots
         self._depths = [0] * num_slots
         self._path: list[int] = []  # slots that the matcher has consumed since the root, by depth
-        self.alive[0] = True
+        self.alive[0] = self._has_row[0] = True
         self._finished[0] = sequence._finished
         if not sequence._finished:
             words, self._accepting[0] = sequence._root_state()
@@ -288,22 +308,66 @@ class Visit:
             return False
         return bool(self._words[slot, token >> 5] >> (token & 31) & 1)
 
-    def enter(self, slot: int, parent: int, token: int) -> bool:
-        """Puts a node into a slot, fills its row and returns if it is alive; the parent must be."""
+    def allowed_of(self, slot: int, candidates: Candidates, row: int) -> np.ndarray:
+        """bool[K]: as `allows`, for all candidates of a row."""
+        if self._finished[slot]:
+            return candidates.is_stop[row]
+        found = self._words[slot].take(candidates.words[row]) & candidates.text_bits[row] != 0
+        return found | candidates.is_stop[row] if self._accepting[slot] else found
+
+    def enter(self, slot: int, parent: int, token: int, *, fill: bool = True) -> bool:
+        """Puts a node into a slot, fills its row and returns if it is alive; the parent must be, and have a row.
+
+        Without `fill` the matcher stays where it is, and the row is left to `fill` or `complete`.
+        """
         if not self.allows(parent, token):
             return False
         self._parents[slot], self._tokens[slot] = parent, token
         if token in self._sequence._stops:
-            self._finished[slot] = True
+            self._finished[slot] = self._has_row[slot] = True
         else:
             self._depths[slot] = self._depths[parent] + 1
-            self._go_to(slot)
-            self._accepting[slot] = self._sequence._fill(self._words[slot])
-            if self._sequence._matcher is not self._matcher:
-                self._matcher = self._sequence._matcher
-                self._path.clear()
+            if fill:
+                self.fill(slot)
         self.alive[slot] = True
         return True
+
+    def fill(self, slot: int) -> None:
+        """Computes the row of a slot that was entered, if it has none yet."""
+        if self._has_row[slot]:
+            return
+        self._go_to(slot)
+        self._accepting[slot] = self._sequence._fill(self._words[slot])
+        if self._sequence._matcher is not self._matcher:
+            self._matcher = self._sequence._matcher
+            self._path.clear()
+        self._has_row[slot] = True
+
+    def complete(self) -> np.ndarray:
+        """Fills the rows that are missing and returns `rows()`. Not within `with`.
+
+        Raises:
+          InvariantError: rows are missing and the sequence has moved.
+          ValueError: a grammar too complex at some slot.
+        """
+        missing = [slot for slot in np.flatnonzero(self.alive).tolist() if not self._has_row[slot]]
+        # Depth first, so that neighbours share most of their paths.
+        missing.sort(key=self._path_to)
+
+        def fill_missing() -> None:
+            with self:
+                for slot in missing:
+                    self.fill(slot)
+
+        if missing:
+            self._sequence.recovering(fill_missing)
+        return self.rows()
+
+    def _path_to(self, slot: int) -> list[int]:
+        path = [slot]
+        while path[-1]:
+            path.append(self._parents[path[-1]])
+        return path[::-1]
 
     def is_finished(self, slot: int) -> bool:
         return self._finished[slot]
@@ -349,6 +413,10 @@ class Visit:
             self._path.append(below)
 
     def __enter__(self) -> Visit:
+        if self._place != self._sequence._place():
+            raise InvariantError("the sequence has moved since its tree was made")
+        # Another one than before, where something between two excursions replaced it.
+        self._matcher = self._sequence._matcher
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from ddtree_jax.errors import InvariantError
-from ddtree_jax.grammar import Grammar, unpack
-from ddtree_jax.grammar_tree import filtered_tree
-from ddtree_jax.tree.reference import best_first_tree, best_first_tree_from_pairs
+from ddtree_jax.grammar import Grammar
 
 from .conftest import MASK, OTHER_STOP, STOP, TINY_SIZE, allowed, compiled, fresh_row, paths, random_tree
 from .grammars import CASES, LARK
@@ -203,105 +201,3 @@ def test_suggested_tokens_are_the_tokenizers_own_cut(demo, demo_tokenizer):
     state.advance(suggested)
     assert not state.is_dead
     assert compiled(demo, Grammar.regex("[ab]c")).start().suggested_tokens(4) == []
-
-
-# --- draft trees under a grammar ----------------------------------------------------------------------------------
-
-
-def _candidates(made, rng, depth, k, paired):
-    """Candidates of which about half are useful somewhere, with many equal scores."""
-    common = allowed(made, made.start().root_row())
-    rows = []
-    for _ in range(depth):
-        pool = np.unique([*rng.integers(made.vocabulary.vocab_size, size=2 * k), *rng.choice(common, 4), STOP, 3, 4])
-        rows.append(rng.permutation(pool)[:k])
-    shape = (depth, k, k) if paired else (depth, k)
-    scores = -rng.integers(0, 5, size=shape).astype(np.float32) / 2
-    scores[rng.random(shape) < 0.1] = -np.inf
-    return scores, np.array(rows)
-
-
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("name", ["json string", "regex any characters", "regex loop", "lark balanced", "json null"])
-def test_the_filtered_tree_is_the_best_of_what_is_alive(tiny, name, paired):
-    """All prefixes in the reference's order, the dead ones and those below a stop token left out."""
-    made = compiled(tiny, CASES[name][0])
-    most = 0
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        depth, k, budget = 3, 6, int(rng.integers(0, 12))
-        scores, tokens = _candidates(made, rng, depth, k, paired)
-        state = made.start()
-        before = state.root_row()
-        found = filtered_tree(state, 5, scores, tokens, budget)
-        np.testing.assert_array_equal(state.root_row(), before)
-
-        if paired:
-            everything = best_first_tree_from_pairs(scores, tokens, 5, k + k**2 + k**3)
-        else:
-            order = [np.lexsort((tokens[r], -scores[r])) for r in range(depth)]
-            ranked_scores = np.stack([scores[r][o] for r, o in enumerate(order)])
-            ranked_tokens = np.stack([tokens[r][o] for r, o in enumerate(order)])
-            everything = best_first_tree(ranked_scores, ranked_tokens, 5, k + k**2 + k**3)
-        slot_of, kept, rows = {0: 0}, [everything[0]], {0: before}
-        for n, node in enumerate(everything[1:], 1):
-            parent = node.parent
-            if parent not in slot_of or len(kept) > budget:
-                continue
-            if everything[parent].token_id == STOP and parent or node.token_id not in allowed(made, rows[parent]):
-                continue
-            slot_of[n] = len(kept)
-            path = [node.token_id]
-            while parent:
-                path.insert(0, everything[parent].token_id)
-                parent = everything[parent].parent
-            rows[n] = fresh_row(made, path)
-            kept.append(node)
-        count = len(kept)
-        assert found.num_nodes == count
-        assert found.token_ids[:count].tolist() == [n.token_id for n in kept]
-        assert found.parents[1:count].tolist() == [slot_of[n.parent] for n in kept[1:]]
-        assert found.depths[:count].tolist() == [n.depth for n in kept]
-        assert found.log_probs[:count].tolist() == [float(n.log_prob) for n in kept]
-        assert found.token_ids.shape == (budget + 1,) and not found.rows[count:].any()
-        assert (found.parents[count:] == -1).all() and (found.log_probs[count:] == -np.inf).all()
-        walked, alive = state.walk(found.token_ids, found.parents, count)
-        assert alive[:count].all()
-        np.testing.assert_array_equal(found.rows, walked)
-        most = max(most, count)
-    assert most >= 2
-
-
-def test_forced_tokens_join_the_tree(tiny):
-    made = compiled(tiny, Grammar.regex("xab1(c|d)yy"))
-    x, a, d, y, q = _ids(tiny, b"xadyq")
-    ab = tiny.token_bytes.index(b"ab")
-    scores = np.array([[-1.0, -2.0]] * 6, np.float32)
-    tokens = np.array([[q, a], [q, a], [q, a], [d, q], [q, a], [q, a]])
-    state = made.start()
-
-    def of(forced):
-        tree = filtered_tree(state, 5, scores, tokens, 8, forced=forced)
-        count = tree.num_nodes
-        assert state.walk(tree.token_ids, tree.parents, count)[1][:count].all()
-        return tree.token_ids[1:count].tolist(), tree.log_probs[1:count].tolist(), tree.depths[1:count].tolist()
-
-    assert of("off") == ([], [], [])
-    # x is forced; then "ab" or "a" may follow, of which only a is a candidate; below it b and 1 are forced.
-    b, one = _ids(tiny, b"b1")
-    assert of("token") == ([x, a, b, one], [0.0, -2.0, -2.0, -2.0], [1, 2, 3, 4])
-    token_ids, log_probs, _ = of("text")
-    assert token_ids[:2] == [x, ab] and log_probs[:2] == [0.0, 0.0]
-
-
-def test_bad_trees_to_filter(tiny):
-    state = compiled(tiny, Grammar.regex("a*")).start()
-    good = np.zeros((2, 3), np.float32), np.arange(6).reshape(2, 3)
-    for scores, tokens, options in [
-        (good[0][:1], good[1], {}), (good[0].astype(int), good[1], {}), (good[0], good[1] * 1.0, {}),
-        (good[0], good[1], {"budget": -1}), (good[0], good[1], {"forced": "always"}),
-    ]:  # fmt: skip
-        with pytest.raises(ValueError):
-            filtered_tree(state, 5, scores, tokens, **{"budget": 4, **options})
-    empty = filtered_tree(state, 5, np.zeros((0, 3), np.float32), np.zeros((0, 3), int), 4)
-    assert empty.num_nodes == 1 and unpack(empty.rows[0], TINY_SIZE)[STOP]
