@@ -12,6 +12,15 @@ from ddtree_jax.tree.build import (
     root_tree,
 )
 from ddtree_jax.tree.commit import gather_rows
+from ddtree_jax.tree.constrained import (
+    TokenTable,
+    advance_states,
+    build_constrained_tree,
+    constrained_chain,
+    node_states,
+    stack_tables,
+    state_rows,
+)
 from ddtree_jax.tree.grammar_rows import mask_logits
 from ddtree_jax.tree.invariants import check_path, check_round, check_tree
 from ddtree_jax.tree.mask import ancestor_mask, positions
@@ -33,9 +42,12 @@ __all__ = [
     "RoundFunctions",
     "RoundOutput",
     "RoundState",
+    "TokenTable",
     "Verified",
     "accept",
+    "advance_states",
     "ancestor_mask",
+    "build_constrained_tree",
     "build_tree",
     "build_tree_from_candidates",
     "build_tree_from_pairs",
@@ -44,12 +56,16 @@ __all__ = [
     "check_path",
     "check_round",
     "check_tree",
+    "constrained_chain",
     "default_formulation",
     "default_pair_formulation",
     "draft_candidates",
     "gather_rows",
     "mask_logits",
+    "node_states",
     "positions",
     "root_tree",
     "speculative_round",
+    "stack_tables",
+    "state_rows",
 ]
