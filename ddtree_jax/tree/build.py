@@ -192,18 +192,26 @@ def assemble(nodes: formulations.Nodes, token_ids: jax.Array, root_token_ids: ja
     token_ids: int32[B, L, K]; root_token_ids: int32[B].
     """
     batch, depth, k = token_ids.shape
-    is_node = nodes.scores > -jnp.inf
-    flat = jnp.where(is_node, (nodes.depths - 1) * k + nodes.ranks, 0)
+    flat = jnp.where(nodes.scores > -jnp.inf, (nodes.depths - 1) * k + nodes.ranks, 0)
     tokens = jnp.take_along_axis(token_ids.reshape((batch, depth * k)), flat, axis=1)
+    return assemble_tokens(nodes.scores, nodes.parents, nodes.depths, tokens, root_token_ids)
+
+
+def assemble_tokens(
+    scores: jax.Array, parents: jax.Array, depths: jax.Array, tokens: jax.Array, root_token_ids: jax.Array
+) -> DraftTree:
+    """As `assemble`, from the fields of `Nodes` [B, M] and the token of each node, int32[B, M]."""
+    batch = tokens.shape[0]
+    is_node = scores > -jnp.inf
 
     def with_root(root_value, values):
         return jnp.concatenate([jnp.broadcast_to(root_value, (batch, 1)).astype(values.dtype), values], axis=1)
 
     return DraftTree(
         token_ids=with_root(root_token_ids[:, None], jnp.where(is_node, tokens, 0)),
-        parents=with_root(jnp.int32(NO_PARENT), jnp.where(is_node, nodes.parents, NO_PARENT)),
-        depths=with_root(jnp.int32(0), jnp.where(is_node, nodes.depths, 0)),
-        log_probs=with_root(jnp.float32(0.0), jnp.where(is_node, nodes.scores, -jnp.inf)),
+        parents=with_root(jnp.int32(NO_PARENT), jnp.where(is_node, parents, NO_PARENT)),
+        depths=with_root(jnp.int32(0), jnp.where(is_node, depths, 0)),
+        log_probs=with_root(jnp.float32(0.0), jnp.where(is_node, scores, -jnp.inf)),
         num_nodes=1 + jnp.sum(is_node, axis=1, dtype=jnp.int32),
     )
 
