@@ -103,3 +103,11 @@ def small_engine():
 @pytest.fixture(scope="session")
 def lone_engine(small_engine):
     return dataclasses.replace(small_engine, drafter=None, name="lone")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Programs compiled with few optimisations: where a program runs once or twice, compilation is all the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
