@@ -40,7 +40,8 @@ class Capabilities:
       sampling: temperature, top-k, top-p and min-p.
       ragged_batch: sequences of different lengths in one batch.
       branching: verification of a tree with siblings; without it a budget has no meaning.
-      recurrent_target: targets with recurrent layers, whose state a rejected sibling would spoil.
+      recurrent_target: targets whose recurrent layers run over a block in slot order, one state a sequence. The next
+        sibling in the block would start from the state that the one before it left.
     """
 
     needs_drafter: bool
@@ -51,7 +52,9 @@ class Capabilities:
     recurrent_target: bool
 
 
-# A False is a promise that admission refuses the request.
+# A False is a promise that admission refuses the request. `recurrent_target`: a chain has no siblings and its commit
+# takes the state of the last accepted node; a tree is refused unless it cannot branch, the target follows it
+# (`tree_states`), or the engine allows the damage.
 CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
     SpeculativeAlgorithm.NONE: Capabilities(
         needs_drafter=False,
@@ -67,7 +70,7 @@ CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
         sampling=True,
         ragged_batch=True,
         branching=False,
-        recurrent_target=False,
+        recurrent_target=True,
     ),
     SpeculativeAlgorithm.DDTREE: Capabilities(
         needs_drafter=True,
@@ -78,6 +81,8 @@ CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
         recurrent_target=False,
     ),
 }
+
+ALLOW_HYBRID_UNSAFE = "--speculative-ddtree-allow-hybrid-unsafe"
 
 # feature -> how a message calls it; these are the columns that a request can need
 FEATURES = {
@@ -145,3 +150,46 @@ def require_grammar_rows(algorithm: SpeculativeAlgorithm | None, *, constrained:
             f"{name} is running a batch that has grammar constraints in a round without grammar rows; admission "
             "should have refused the request, or routed it to a round that takes them"
         )
+
+
+def spoils_recurrent_state(algorithm: SpeculativeAlgorithm | str, budget: int) -> bool:
+    """Whether a round of this algorithm can put siblings before recurrent layers that run in slot order.
+
+    budget: tree nodes besides the root, read where the algorithm branches; with one of them there is no sibling.
+    """
+    row = capabilities(algorithm)
+    is_chain = row.branching and budget <= 1
+    return not row.recurrent_target and not is_chain
+
+
+def require_recurrent(
+    algorithm: SpeculativeAlgorithm | str, budget: int, layers: tuple[int, ...], *, allow_unsafe: bool, name: str
+) -> bool:
+    """The hybrid gate: admits a request on a target whose recurrent layers run in slot order.
+
+    Args:
+      algorithm: a member or its name.
+      budget: tree nodes besides the root.
+      layers: the layers that do so; () admits everything.
+      allow_unsafe: admit what would be refused.
+      name: of the engine, for the message.
+
+    Returns:
+      Whether the request is one that only `allow_unsafe` admits.
+
+    Raises:
+      UnsupportedRequestError: names the algorithm, the layers, and the flag that would allow the request.
+    """
+    member = SpeculativeAlgorithm.parse(algorithm)
+    if not layers or not spoils_recurrent_state(member, budget):
+        return False
+    if not allow_unsafe:
+        able = [other.value for other, row in CAPABILITIES.items() if row.recurrent_target]
+        raise UnsupportedRequestError(
+            f"algorithm {member.name} with budget {budget} does not support {FEATURES['recurrent_target']} "
+            f"(recurrent_target): layers {', '.join(map(str, layers))} of {name} are recurrent and run in slot order, "
+            "so siblings of a tree would spoil each other's state and the text would degrade; allowed are "
+            f"{', '.join(able)} and budgets up to 1, or at your own risk allow_hybrid_unsafe=True of ddtree_jax.load, "
+            f"{ALLOW_HYBRID_UNSAFE} on the command line"
+        )
+    return True

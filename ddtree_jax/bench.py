@@ -19,7 +19,7 @@ import ddtree_jax
 from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities, require_drafter
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.grammar import Grammar
-from ddtree_jax.requests import MAX_BATCH, check_arguments, check_request
+from ddtree_jax.requests import MAX_BATCH, check_arguments, check_hybrid, check_request
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -210,7 +210,9 @@ def held_out_prompts(path: str | None = None) -> list[str]:
 
 def check(engine: "Engine", settings: BenchSettings) -> list[str]:
     """The prompts to run; raises what `run_bench` raises, also on an engine without its weights."""
-    require_drafter(SpeculativeAlgorithm.DDTREE, engine.drafter is not None)
+    for algorithm, budget in _configurations(settings):
+        require_drafter(algorithm, engine.drafter is not None)
+        check_hybrid(engine, algorithm, budget or 0)
     prompts = held_out_prompts(settings.prompt_file)
     if settings.prompts > len(prompts):
         raise ValueError(f"prompts: got {settings.prompts}; at most {len(prompts)} are there")
@@ -233,7 +235,7 @@ def run_bench(
       progress: is told what is being measured.
 
     Raises:
-      UnsupportedRequestError: the engine has no drafter.
+      UnsupportedRequestError: the engine has no drafter, or recurrent layers that a tree would spoil.
       ValueError: more prompts asked for than ship with the package.
     """
     from ddtree_jax import profiling
@@ -241,10 +243,7 @@ def run_bench(
     say = progress or (lambda message: None)
     prompts = check(engine, settings)
 
-    configurations: list[tuple[SpeculativeAlgorithm, int | None]] = []
-    for algorithm in SpeculativeAlgorithm:
-        budgets = settings.budgets if capabilities(algorithm).branching else (None,)
-        configurations.extend((algorithm, budget) for budget in budgets)
+    configurations = _configurations(settings)
 
     def decode(algorithm: SpeculativeAlgorithm, budget: int | None) -> list[ddtree_jax.Result]:
         results: list[ddtree_jax.Result] = []
@@ -325,6 +324,15 @@ def _mean_round_ms(results: list["ddtree_jax.Result"]) -> float:
         if result.stats.num_rounds
     )
     return seconds / rounds * 1e3 if rounds else 0.0
+
+
+def _configurations(settings: BenchSettings) -> list[tuple[SpeculativeAlgorithm, int | None]]:
+    """(algorithm, budget) of every row; budget None where the algorithm builds no tree."""
+    configurations: list[tuple[SpeculativeAlgorithm, int | None]] = []
+    for algorithm in SpeculativeAlgorithm:
+        budgets = settings.budgets if capabilities(algorithm).branching else (None,)
+        configurations.extend((algorithm, budget) for budget in budgets)
+    return configurations
 
 
 def _name(algorithm: SpeculativeAlgorithm, budget: int | None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import ddtree_jax
-from ddtree_jax.algorithm import SpeculativeAlgorithm
+from ddtree_jax.algorithm import ALLOW_HYBRID_UNSAFE, SpeculativeAlgorithm, spoils_recurrent_state
 from ddtree_jax.cli_engine import (
     add_engine_options,
     add_model_options,
@@ -297,7 +297,12 @@ def _run_generate(arguments: argparse.Namespace) -> int:
     }
     # Bad arguments that need no model are told before the weights load.
     prompt = _prompt(arguments, sys.stdin)
-    check_arguments(**options)
+    asked = check_arguments(**options)
+    if arguments.allow_hybrid_unsafe and not spoils_recurrent_state(asked.algorithm, asked.budget):
+        raise _UsageError(
+            f"argument {ALLOW_HYBRID_UNSAFE}: algorithm {asked.algorithm.name} with budget {asked.budget} does not "
+            "branch and would ignore it"
+        )
     progress = progress_writer(arguments.progress)
     engine = load_engine(arguments, progress, lambda engine: check_request(engine, prompt, **options))
     chunks = ddtree_jax.stream(engine, prompt, **options, with_tree=arguments.show_tree, progress=progress)

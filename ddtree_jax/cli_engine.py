@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import ddtree_jax
+from ddtree_jax.algorithm import ALLOW_HYBRID_UNSAFE
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -29,8 +30,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """`add_model_options`, several hosts, and progress."""
+    """`add_model_options`, the hybrid gate's flag, several hosts, and progress."""
     group = add_model_options(parser)
+    group.add_argument(
+        ALLOW_HYBRID_UNSAFE,
+        dest="allow_hybrid_unsafe",
+        action="store_true",
+        help="let ddtree branch on a target whose recurrent layers cannot follow a tree: the text degrades",
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="several hosts: address of process 0")
     group.add_argument("--num-processes", type=int, metavar="N", help="several hosts: how many processes there are")
     group.add_argument("--process-id", type=int, metavar="I", help="several hosts: which one this is; only 0 prints")
@@ -86,4 +93,12 @@ def load_engine(
         progress = progress if arguments.process_id == 0 else None  # every process would say the same
     mesh = None if sizes is None else ddtree_jax.make_mesh(*sizes)
     target = "demo" if arguments.target is None else arguments.target
-    return ddtree_jax.load(target, arguments.drafter, dtype=arguments.dtype, mesh=mesh, progress=progress, check=check)
+    return ddtree_jax.load(
+        target,
+        arguments.drafter,
+        dtype=arguments.dtype,
+        mesh=mesh,
+        allow_hybrid_unsafe=arguments.allow_hybrid_unsafe,
+        progress=progress,
+        check=check,
+    )

@@ -13,7 +13,7 @@ import numpy as np
 
 from ddtree_jax.algorithm import SpeculativeAlgorithm, capabilities
 from ddtree_jax.engine import Engine
-from ddtree_jax.models.cache import Cache, write_rows
+from ddtree_jax.models.cache import Cache, write_rows, write_states
 from ddtree_jax.models.dflash2 import PairProposal
 from ddtree_jax.models.glm5 import causal_mask
 from ddtree_jax.models.pair import StaticModel, propose, propose_pairs
@@ -211,7 +211,7 @@ def prefill_chunk(
         draft_cache = write_rows(draft_cache, drafter.context_rows(out.features, positions), counts)
     last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     state = PrefillState(
-        cache=write_rows(state.cache, out.rows, counts),
+        cache=write_states(write_rows(state.cache, out.rows, counts), out.states, counts),
         draft_cache=draft_cache,
         hidden=jnp.where(counts[:, None] > 0, last, state.hidden),
     )
@@ -317,7 +317,7 @@ def round_functions(
 
     def verify(cache: Cache, token_ids: jax.Array, positions: jax.Array, mask: jax.Array) -> Verified:
         out = target(token_ids, positions, mask, cache, layer_ids=plan.taps, absorbed=True)
-        return Verified(logits=target.logits(out.hidden), rows=out.rows, features=out.features)
+        return Verified(logits=target.logits(out.hidden), rows=out.rows, features=out.features, states=out.states)
 
     def choose(logits: jax.Array, depths: jax.Array, emitted: jax.Array) -> jax.Array:
         return choose_tokens(logits, depths, emitted, sampling, mode=plan.mode, max_depth=plan.max_depth)
@@ -332,7 +332,7 @@ def round_functions(
             with jax.named_scope("draft_context"):
                 context = drafter.context_rows(features, positions)
             draft_cache = write_rows(draft_cache, context, counts)
-        return write_rows(cache, rows, counts), draft_cache
+        return write_states(write_rows(cache, rows, counts), verified.states, counts, node_ids), draft_cache
 
     def grammar_rows(tree: DraftTree) -> jax.Array:
         if table is None:

@@ -21,22 +21,43 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Engine:
-    """What `generate` runs on. Immutable but for `compiled`, which remembers what has been announced as compiling.
+    """What `generate` runs on. Immutable but for what has been said once: `compiled`, the programs that have been
+    announced as compiling, and `warned`.
 
     `drafter` is None for an engine that serves plain autoregressive decoding only; `tokenizer` is None for a target
     folder without tokenizer.json, which then takes and gives token ids alone.
+
+    Raises ValueError where `allow_hybrid_unsafe` would be ignored: on a target that no tree can spoil.
     """
 
     target: Target
     drafter: Drafter | None = None
     tokenizer: Tokenizer | None = None
     name: str = "unnamed"
+    allow_hybrid_unsafe: bool = False
     compiled: set = dataclasses.field(default_factory=set, repr=False)
+    warned: set = dataclasses.field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        allow = self.allow_hybrid_unsafe
+        if not isinstance(allow, bool):
+            raise ValueError(f"allow_hybrid_unsafe: got {allow!r}, allowed are True and False")
+        if allow and not self.slot_order_layers:
+            raise ValueError(
+                f"allow_hybrid_unsafe: got True, but {self.name} has no recurrent layers that a branching tree could "
+                "spoil; allowed is False"
+            )
 
     @property
     def max_positions(self) -> int:
         """Tokens that a sequence may have, prompt and output together."""
         return self.target.config.max_position_embeddings
+
+    @property
+    def slot_order_layers(self) -> tuple[int, ...]:
+        """Recurrent layers that run over a block in slot order, so that siblings of a tree would share one state."""
+        layers = self.target.config.recurrent_layers
+        return () if layers and self.target.tree_states else layers
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -68,6 +89,7 @@ def load(
     *,
     dtype: Any = "auto",
     mesh: Any = None,
+    allow_hybrid_unsafe: bool = False,
     progress: Progress | None = None,
     check: Callable[[Engine], object] | None = None,
 ) -> Engine:
@@ -79,6 +101,10 @@ def load(
       drafter: a DFlash folder or repository id; None serves the algorithm `none` only.
       dtype: "auto" (float32 on CPU, bfloat16 on GPU; what a converted target holds), "float32" or "bfloat16".
       mesh: None for one device, or a mesh from `ddtree_jax.make_mesh`: experts, heads and widths are split over it.
+      allow_hybrid_unsafe: True admits branching trees on a target whose recurrent layers run in slot order: siblings
+        then spoil each other's state, the output is no longer that of plain decoding, and the first such request
+        warns (`errors.HybridStateWarning`). An error where nothing would read it: every target that this version
+        loads is attention-only.
       progress: called with one line of text now and then while weights load.
       check: called with the engine as it will be, but without its weights, before they are read; what it raises, such
         as `requests.check_request` of a request, comes before the wait.
@@ -87,9 +113,10 @@ def load(
       CheckpointError: a folder, file, tensor or pairing that does not fit; nothing half-loaded remains.
       ValueError: a bad argument.
     """
-    pair = open_pair(target, drafter, dtype=dtype, mesh=mesh)
+    pair = open_pair(target, drafter, dtype=dtype, mesh=mesh, allow_hybrid_unsafe=allow_hybrid_unsafe)
+    outline = pair.outline()
     if check is not None:
-        check(pair.outline())
+        check(outline)
     return pair.read(progress)
 
 
@@ -101,10 +128,12 @@ class OpenedPair:
     drafter: Opened | None
     tokenizer: Tokenizer | None
     name: str
+    allow_hybrid_unsafe: bool = False
+    warned: set = dataclasses.field(default_factory=set, repr=False)
 
     def outline(self) -> Engine:
         """An engine without weights, on which `requests.check_request` works as on the one that `read` returns."""
-        return Engine(self.target, self.drafter, self.tokenizer, self.name)
+        return self._engine(self.target, self.drafter)
 
     def read(self, progress: Progress | None = None) -> Engine:
         """The engine. Raises `CheckpointError` if the pair cannot fit into memory, before anything is allocated."""
@@ -113,16 +142,21 @@ class OpenedPair:
         for line in capacity.table().splitlines() if progress is not None else ():
             progress(line)
         capacity.require(self.name)
-        return Engine(
-            target=self.target.read(progress),
-            drafter=None if self.drafter is None else self.drafter.read(progress),
-            tokenizer=self.tokenizer,
-            name=self.name,
-        )
+        target = self.target.read(progress)
+        return self._engine(target, None if self.drafter is None else self.drafter.read(progress))
+
+    def _engine(self, target: Any, drafter: Any) -> Engine:
+        # One `warned` for all: what was said about the outline is not said again about the engine.
+        return Engine(target, drafter, self.tokenizer, self.name, self.allow_hybrid_unsafe, warned=self.warned)
 
 
 def open_pair(
-    target: str | Path = DEMO, drafter: str | Path | None = None, *, dtype: Any = "auto", mesh: Any = None
+    target: str | Path = DEMO,
+    drafter: str | Path | None = None,
+    *,
+    dtype: Any = "auto",
+    mesh: Any = None,
+    allow_hybrid_unsafe: bool = False,
 ) -> OpenedPair:
     """Opens what `load` loads, with the same arguments and errors, from configs and headers alone."""
     name = str(target)
@@ -135,10 +169,10 @@ def open_pair(
             f"{opened.folder}/tokenizer.json: {tokenizer.vocab_size} tokens, the model has vocab_size {size}"
         )
     if drafter is None:
-        return OpenedPair(opened, None, tokenizer, name)
+        return OpenedPair(opened, None, tokenizer, name, allow_hybrid_unsafe)
     opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh, auto_dtype=opened.dtype)
     _check_mask_token(opened_drafter.folder, opened_drafter.config.mask_token_id, tokenizer)
-    return OpenedPair(opened, opened_drafter, tokenizer, name)
+    return OpenedPair(opened, opened_drafter, tokenizer, name, allow_hybrid_unsafe)
 
 
 def _check_mask_token(folder: Path, mask: int, tokenizer: Tokenizer | None) -> None:

@@ -1,4 +1,4 @@
-"""The errors that a caller may see; a bad argument is a plain `ValueError`.
+"""The errors and warnings that a caller may see; a bad argument is a plain `ValueError`.
 
 Each message names what was wrong, what was found and what would be right, in one line.
 """
@@ -20,3 +20,7 @@ class UnsupportedRequestError(Exception):
 
 class InvariantError(Exception):
     """A bug in this program: a state that admission should have made impossible."""
+
+
+class HybridStateWarning(UserWarning):
+    """Output may differ from plain decoding: a branching tree runs over recurrent layers that follow slot order."""

@@ -14,9 +14,9 @@ import numpy as np
 from ddtree_jax import decoding
 from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.engine import Engine
-from ddtree_jax.models.cache import write_rows
+from ddtree_jax.models.cache import Cache, write_rows, write_states
 from ddtree_jax.sampling import SamplingParams
-from ddtree_jax.tree import accept, ancestor_mask, gather_rows, positions, root_tree
+from ddtree_jax.tree import AcceptedPath, accept, ancestor_mask, gather_rows, positions, root_tree
 
 OUTSIDE_MODELS = ("build", "mask", "accept", "commit")
 
@@ -44,7 +44,7 @@ def round_breakdown(
     """Milliseconds of each stage of a greedy round, medians of `repeats` calls, each stage compiled by itself.
 
     Keys: draft (drafter and head), context (drafter keys and values of the committed tokens), build, mask (ancestor
-    mask and positions), verify (target), accept (argmax and walk), commit (gather and write of cache rows), outside
+    mask and positions), verify (target), accept (argmax and walk), commit (gather and write to the cache), outside
     (build + mask + accept + commit: what a round costs besides the two models), round (the whole as one program, as
     `stream` runs it). Stages an algorithm lacks are 0.0. Programs of their own pay a launch each, so the stages add up
     to more than the round.
@@ -83,11 +83,8 @@ def round_breakdown(
     path = walk(weights, verified, tree, state)
     # A real round donates the caches: each call writes into a copy that was made off the clock.
     copy = jax.jit(lambda c: jax.tree.map(jnp.copy, c))
-    write = jax.jit(
-        lambda c, r, p: write_rows(c, gather_rows(r, p.node_ids, node_axis=2, batch_axis=1), p.length),
-        donate_argnums=0,
-    )
-    times["commit"] = _donated_ms(write, copy, state.cache, verified.rows, path, repeats=repeats)
+    write = jax.jit(_commit, donate_argnums=0)
+    times["commit"] = _donated_ms(write, copy, state.cache, verified.rows, verified.states, path, repeats=repeats)
     if plan.drafter is not None:
         context = jax.jit(_context(plan))
         times["context"] = _median_ms(context, weights, verified.features, path, state.lengths, repeats=repeats)
@@ -98,6 +95,11 @@ def round_breakdown(
 
     times["round"] = _donated_ms(one_round, copy, state, repeats=repeats)
     return times
+
+
+def _commit(cache: Cache, rows: Any, states: Any, path: AcceptedPath) -> Cache:
+    written = write_rows(cache, gather_rows(rows, path.node_ids, node_axis=2, batch_axis=1), path.length)
+    return write_states(written, states, path.length, path.node_ids)
 
 
 def _context(plan: decoding.Plan) -> Callable[..., Any]:

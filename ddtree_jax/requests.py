@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+import warnings
 from typing import Any
 
 import numpy as np
 
-from ddtree_jax.algorithm import SpeculativeAlgorithm, require, require_drafter
+from ddtree_jax.algorithm import SpeculativeAlgorithm, require, require_drafter, require_recurrent
 from ddtree_jax.engine import Engine
-from ddtree_jax.errors import UnsupportedRequestError
+from ddtree_jax.errors import HybridStateWarning, UnsupportedRequestError
 from ddtree_jax.grammar import CompiledGrammar, Grammar, vocabulary_of
 
 MAX_BUDGET = 1024
@@ -151,6 +152,7 @@ def check_request(
         grammar_implementation,
     )
     require_drafter(asked.algorithm, engine.drafter is not None)
+    check_hybrid(engine, asked.algorithm, asked.budget)
     prompts, batched = _prompts(engine, prompt)
     limit, longest, new = engine.max_positions, max(len(p) for p in prompts), asked.max_new_tokens
     if longest + new > limit:
@@ -176,6 +178,20 @@ def check_request(
         grammars=_compiled(engine, asked, len(prompts), stops),
         grammar_implementation=asked.grammar_implementation,
     )
+
+
+def check_hybrid(engine: Engine, algorithm: SpeculativeAlgorithm, budget: int) -> None:
+    """The hybrid gate (`algorithm.require_recurrent`) of an engine; the first request that needs its flag warns."""
+    layers = engine.slot_order_layers
+    unsafe = require_recurrent(algorithm, budget, layers, allow_unsafe=engine.allow_hybrid_unsafe, name=engine.name)
+    if unsafe and HybridStateWarning not in engine.warned:
+        engine.warned.add(HybridStateWarning)
+        warnings.warn(
+            f"{engine.name}: a branching tree on recurrent layers {', '.join(map(str, layers))}, which run in slot "
+            "order (allow_hybrid_unsafe): the output may differ from plain decoding",
+            HybridStateWarning,
+            stacklevel=4,  # the caller of `generate`
+        )
 
 
 def _is_integer(value: Any) -> bool:

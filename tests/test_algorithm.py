@@ -7,6 +7,7 @@ import pytest
 
 from ddtree_jax import InvariantError, SpeculativeAlgorithm, UnsupportedRequestError
 from ddtree_jax.algorithm import (
+    ALLOW_HYBRID_UNSAFE,
     CAPABILITIES,
     FEATURES,
     Capabilities,
@@ -14,6 +15,8 @@ from ddtree_jax.algorithm import (
     require,
     require_drafter,
     require_grammar_rows,
+    require_recurrent,
+    spoils_recurrent_state,
 )
 
 MEMBERS = tuple(SpeculativeAlgorithm)
@@ -31,7 +34,7 @@ def test_the_table_of_this_version():
     assert {member.name: dataclasses.astuple(row) for member, row in CAPABILITIES.items()} == {
         # needs_drafter, grammar, sampling, ragged_batch, branching, recurrent_target
         "NONE": (False, True, True, True, False, True),
-        "DFLASH": (True, True, True, True, False, False),
+        "DFLASH": (True, True, True, True, False, True),
         "DDTREE": (True, True, True, True, True, False),
     }
 
@@ -93,3 +96,46 @@ def test_only_a_constrained_batch_without_rows_breaks_the_invariant(member):
         require_grammar_rows(member, constrained=constrained, has_rows=has_rows)
     with pytest.raises(InvariantError, match="unnamed" if member is None else f"^{member.name} "):
         require_grammar_rows(member, constrained=True, has_rows=False)
+
+
+BUDGETS = (0, 1, 2, 4, 1024)
+
+
+@pytest.mark.parametrize(("member", "budget"), tuple(itertools.product(MEMBERS, BUDGETS)))
+def test_the_hybrid_gate_follows_the_table(member, budget):
+    """What the row does not promise is refused, but for a tree that has no room for a sibling."""
+    row = CAPABILITIES[member]
+    spoils = not row.recurrent_target and not (row.branching and budget < 2)
+    for algorithm in (member, member.value):
+        assert spoils_recurrent_state(algorithm, budget) is spoils
+    for allow in (False, True):
+        assert require_recurrent(member, budget, (), allow_unsafe=allow, name="x") is False
+    assert require_recurrent(member, budget, (1, 3), allow_unsafe=True, name="x") is spoils
+    if not spoils:
+        assert require_recurrent(member, budget, (1, 3), allow_unsafe=False, name="x") is False
+        return
+    with pytest.raises(UnsupportedRequestError) as caught:
+        require_recurrent(member, budget, (1, 3), allow_unsafe=False, name="own-name")
+    named = (member.name, f"budget {budget}", "recurrent_target", "layers 1, 3 of own-name", "allow_hybrid_unsafe=True")
+    for text in (
+        *named,
+        ALLOW_HYBRID_UNSAFE,
+        *(other.value for other in MEMBERS if CAPABILITIES[other].recurrent_target),
+    ):
+        assert text in str(caught.value)
+
+
+def test_the_hybrid_gate_separates_the_members_of_this_version():
+    refused = {member.name for member in MEMBERS if spoils_recurrent_state(member, 2)}
+    assert refused == {"DDTREE"}
+    assert not any(spoils_recurrent_state(member, 1) for member in MEMBERS)
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_chain_is_exempt_by_its_budget_only_where_the_budget_is_read(monkeypatch, branching):
+    """A chain algorithm whose commit did not take the last accepted state would be refused at any budget."""
+    member = MEMBERS[-1]
+    row = dataclasses.replace(CAPABILITIES[member], branching=branching, recurrent_target=False)
+    monkeypatch.setitem(CAPABILITIES, member, row)
+    assert spoils_recurrent_state(member, 1) is not branching
+    assert spoils_recurrent_state(member, 2)

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddtree_jax.models.cache import Cache, write_rows
+    from ddtree_jax.models.cache import Cache, write_rows, write_states
     from ddtree_jax.models.config import ConvConfig, DFlashConfig, Glm5Config, SelectorConfig
     from ddtree_jax.models.dflash2 import PairProposal
     from ddtree_jax.models.folders import load_drafter, load_target, save_drafter, save_target
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddtree_jax.models.sharding import make_mesh
 
 _MODULE_OF = {
-    **dict.fromkeys(("Cache", "write_rows"), "cache"),
+    **dict.fromkeys(("Cache", "write_rows", "write_states"), "cache"),
     **dict.fromkeys(("ConvConfig", "DFlashConfig", "Glm5Config", "SelectorConfig"), "config"),
     **dict.fromkeys(("load_drafter", "load_target", "save_drafter", "save_target"), "folders"),
     **dict.fromkeys(("Drafter", "Target", "make_drafter", "make_target"), "pair"),
@@ -53,6 +53,7 @@ __all__ = [
     "target_features",
     "target_logits",
     "write_rows",
+    "write_states",
 ]
 
 

@@ -1,15 +1,18 @@
 """Caches as explicit pytrees: what the target and the drafter remember of committed tokens.
 
-A forward pass reads a cache and returns new rows; it never writes. Only `write_rows` changes a cache, after the tree
-walk has decided which rows are kept, so a rejected sibling can never be seen by a later round.
+A forward pass reads a cache and returns new rows and states; it never writes. Only `write_rows` and `write_states`
+change a cache, after the tree walk has decided which nodes are kept, so a rejected sibling can never be seen by a later
+round.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -18,10 +21,14 @@ class Cache:
 
     `rows` is a pytree; every leaf is [R, B, S, width]: R stacked layers of one kind, S the capacity in tokens. The
     row of absolute position p lies at slot p.
+
+    `states` is None, or of a target with recurrent layers a pytree with leaves [R, B, ...]: what those layers keep
+    after the last committed token. A state has no slots: each commit replaces it.
     """
 
     rows: Any
     lengths: jax.Array  # int32[B]
+    states: Any = None
 
     @property
     def capacity(self) -> int:
@@ -50,4 +57,38 @@ def write_rows(cache: Cache, new_rows: Any, counts: jax.Array) -> Cache:
         put = jax.vmap(lambda o, n, at: jax.lax.dynamic_update_slice(o, n, (0, at, 0)), in_axes=(1, 1, 0), out_axes=1)
         return put(old, new.astype(old.dtype), lengths)
 
-    return Cache(rows=jax.tree.map(write, cache.rows, new_rows), lengths=lengths + counts)
+    rows = jax.tree.map(write, cache.rows, new_rows)
+    return dataclasses.replace(cache, rows=rows, lengths=lengths + counts)
+
+
+def write_states(cache: Cache, new_states: Any, counts: jax.Array, node_ids: jax.Array | None = None) -> Cache:
+    """Replaces the states of each sequence by those after its last committed node.
+
+    Args:
+      cache: `states` with leaves [R, B, ...]. A cache without states is returned as it is.
+      new_states: the same structure, leaves [R, B, T, ...]: the states after every node of the block.
+      counts: int32[B], nodes that are committed, 0 <= counts[b] <= T; 0 leaves the states of a sequence as they are.
+      node_ids: int32[B, D + 1], the nodes in the order in which they are committed: the last is
+        `node_ids[b, counts[b] - 1]`. None: the block is a chunk, committed from its row 0 on.
+
+    The number of accepted nodes says nothing about the last one: of a path [0, 2, 5] that is node 5, not node 2.
+
+    Raises ValueError where one of cache and block has other states than the other, or none.
+    """
+    have, given = jax.tree.structure(cache.states), jax.tree.structure(new_states)
+    if have != given:
+        raise ValueError(f"new_states: got {given}, allowed is what the cache has, {have}")
+    if have.num_leaves == 0:
+        return cache
+    chex.assert_rank(counts, 1)
+    last = jnp.maximum(counts - 1, 0)
+    if node_ids is not None:
+        last = jnp.take_along_axis(node_ids, last[:, None], axis=1)[:, 0]
+    pick = jax.vmap(lambda states, at: jax.lax.dynamic_index_in_dim(states, at, 1, keepdims=False), (1, 0), 1)
+
+    def replace(old: jax.Array, new: jax.Array) -> jax.Array:
+        chex.assert_equal_shape_prefix((old, new), 2)
+        committed = counts.reshape(1, -1, *[1] * (old.ndim - 2)) > 0
+        return jnp.where(committed, pick(new, last).astype(old.dtype), old)
+
+    return dataclasses.replace(cache, states=jax.tree.map(replace, cache.states, new_states))

@@ -132,6 +132,11 @@ class Glm5Config:
         """One `(indexer type, MLP type)` a layer."""
         return tuple(zip(self.indexer_types, self.mlp_layer_types, strict=True))
 
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers that keep a state in place of rows of the cache: none, every kind of GLM-5 layer attends."""
+        return ()
+
     @classmethod
     def from_hf(cls, values: dict[str, Any]) -> Glm5Config:
         """Reads an HF `config.json` dict. Raises `CheckpointError` naming a key that is missing or not allowed."""

@@ -119,6 +119,11 @@ class Opened:
             for path, leaf in flat_leaves(self.abstract[1]).items()
         }
 
+    @property
+    def tree_states(self) -> bool:
+        """As `Target.tree_states`."""
+        return getattr(self.build.func, "tree_states", False)
+
     def checked(self) -> Opened:
         """Itself; `CheckpointError` if a manifest names other leaves than these."""
         if self.converted is not None:

@@ -105,12 +105,15 @@ class BlockOutput:
     features: [B, T, len(layer_ids) * D], the residual stream after each layer of `layer_ids`, in that order.
     rows: the block's cache rows (structure of `Cache.rows`, T tokens), None unless `keep_rows`.
     router_load: float32[MoE layers, E], the share of the block's tokens that chose each expert, None unless asked.
+    states: what recurrent layers keep after each node (structure of `Cache.states`, leaves [R, B, T, ...]), for
+      `cache.write_states`; None of a target without such layers.
     """
 
     hidden: jax.Array
     features: jax.Array
     rows: Any
     router_load: Any
+    states: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

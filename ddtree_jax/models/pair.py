@@ -81,6 +81,11 @@ class Target:
     def arrays(self) -> list[jax.Array]:
         return jax.tree.leaves(self.params)
 
+    @functools.cached_property
+    def tree_states(self) -> bool:
+        """Whether its recurrent layers give every node of a tree the state of its parent: the module's own word."""
+        return getattr(self.module(), "tree_states", False)
+
     def module(self, params: Any = None) -> Glm5:
         return nnx.merge(self.graphdef, self.params if params is None else params)
 

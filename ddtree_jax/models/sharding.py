@@ -180,7 +180,7 @@ def leaf_sharding(
 
 
 def cache_sharding(batch: int, mesh: Mesh) -> NamedSharding:
-    """Of cache leaves [R, B, S, width]: split by batch over EXPERT where that divides, else replicated."""
+    """Of cache leaves [R, B, ...]: split by batch over EXPERT where that divides, else replicated."""
     size = axis_size(mesh, EXPERT)
     split = size > 1 and batch % size == 0
     return NamedSharding(mesh, PartitionSpec(None, EXPERT) if split else PartitionSpec())
@@ -192,7 +192,7 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def settle(tree: Any, mesh: Mesh | None) -> Any:
-    """Gives what one program hands to the next its fixed place: cache rows by `cache_sharding`, the rest replicated.
+    """Gives what one program hands to the next its fixed place, by `placements`.
 
     Without this the partitioner would choose, and a second call with another placement would compile again.
     """
@@ -200,13 +200,14 @@ def settle(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def placements(tree: Any, mesh: Mesh) -> Any:
-    """A tree of the shardings that `settle` gives: cache rows by `cache_sharding`, the rest replicated."""
+    """A tree of the shardings that `settle` gives: cache rows and states by `cache_sharding`, the rest replicated."""
     whole = NamedSharding(mesh, PartitionSpec())
 
     def place(node: Any) -> Any:
         if not isinstance(node, Cache):
             return whole
         own = cache_sharding(node.lengths.shape[0], mesh)
-        return Cache(rows=jax.tree.map(lambda leaf: own, node.rows), lengths=whole)
+        rows, states = jax.tree.map(lambda leaf: own, (node.rows, node.states))
+        return Cache(rows=rows, lengths=whole, states=states)
 
     return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Cache))

@@ -29,11 +29,13 @@ class Verified:
       logits: float32[B, N, V], the target's logits after each slot.
       rows: pytree, the slots' cache rows (keys, values, latents), in whatever layout `commit` understands.
       features: pytree or None, the slots' features for the drafter.
+      states: pytree or None, what the target's recurrent layers keep after each slot.
     """
 
     logits: jax.Array  # [B, N, V]
     rows: Any
     features: Any
+    states: Any = None
 
 
 # draft(draft_cache, root_token_ids[B], lengths[B]) -> proposal: a pytree that `build` understands, such as logits
@@ -47,7 +49,8 @@ VerifyFn = Callable[[Any, jax.Array, jax.Array, jax.Array], Verified]
 # choose(logits[B, N, V], depths[B, N], emitted[B]) -> int32[B, N], the target's token after each slot, >= 0.
 ChooseFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 # commit(cache, draft_cache, verified, node_ids[B, D + 1], counts[B]) -> (cache, draft_cache): appends the
-# rows of the first `counts` path nodes to each sequence; a count of 0 leaves a sequence unchanged.
+# rows of the first `counts` path nodes to each sequence and takes the states after the last of them; a count
+# of 0 leaves a sequence unchanged.
 CommitFn = Callable[[Any, Any, Verified, jax.Array, jax.Array], tuple[Any, Any]]
 # grammar_rows(tree) -> int32[B, N, W], the tokens allowed after each slot (see `grammar_rows.mask_logits`).
 GrammarRowsFn = Callable[[DraftTree], jax.Array]

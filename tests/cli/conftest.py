@@ -51,6 +51,9 @@ class FakeLibrary:
     engine: Any = dataclasses.field(
         default_factory=lambda: types.SimpleNamespace(
             target=types.SimpleNamespace(dtype=np.dtype("float32")),
+            slot_order_layers=(),
+            allow_hybrid_unsafe=False,
+            name="fake",
             drafter=object(),
             tokenizer=types.SimpleNamespace(token_text=lambda token_id: f"t{token_id}"),
         )

@@ -32,7 +32,7 @@ def test_generate_streams_the_text_and_ends_with_the_statistics(library, capsys)
     assert out == f"one two ☃\n{library.chunks[-1].stats.summary_line()}\n"
     ((where, options),) = library.loads
     assert where == ("demo", None) and callable(options.pop("check"))
-    assert options == {"dtype": "auto", "mesh": None, "progress": None}
+    assert options == {"dtype": "auto", "mesh": None, "allow_hybrid_unsafe": False, "progress": None}
     assert library.streams == [
         (
             "a prompt",
@@ -71,18 +71,19 @@ def test_every_option_reaches_the_library(library, capsys):
     status, _, _ = run(
         capsys,
         *("generate", "p", "--target", "T", "--drafter", "D", "--dtype", "bfloat16"),
-        *("--max-new-tokens", "5", "--algorithm", "DFlash", "--budget", "9", "--temperature", "0.5"),
+        *("--max-new-tokens", "5", "--algorithm", "DDTree", "--budget", "9", "--temperature", "0.5"),
         *("--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "-7", "--stop-token-ids", "4, 5"),
+        HYBRID_FLAG,
     )
     assert status == 0
     ((where, options),) = library.loads
     assert where == ("T", "D") and callable(options.pop("check"))
-    assert options == {"dtype": "bfloat16", "mesh": None, "progress": None}
+    assert options == {"dtype": "bfloat16", "mesh": None, "allow_hybrid_unsafe": True, "progress": None}
     ((prompt, options),) = library.streams
     assert prompt == "p"
     assert options == {
         "max_new_tokens": 5,
-        "algorithm": "DFlash",
+        "algorithm": "DDTree",
         "budget": 9,
         "temperature": 0.5,
         "top_k": 3,
@@ -196,6 +197,7 @@ def test_progress_goes_to_stderr_where_it_is_wanted(library, capsys, monkeypatch
     assert status == 0 and "loading the weights" in err and "loading" not in out
 
 
+HYBRID_FLAG = "--speculative-ddtree-allow-hybrid-unsafe"
 BAD_USAGE = [
     ((), "COMMAND"),
     (("serve",), "serve"),
@@ -223,6 +225,9 @@ BAD_USAGE = [
     (("generate", "p", "--budget", "1025"), "budget: got 1025"),
     (("generate", "p", "--budget", "auto"), "automatic budget"),
     (("generate", "p", "--stop-token-ids", "-1"), "stop_token_ids: got [-1]"),
+    (("generate", "p", "--algorithm", "dflash", HYBRID_FLAG), f"{HYBRID_FLAG}: algorithm DFLASH"),
+    (("generate", "p", "--budget", "1", HYBRID_FLAG), f"{HYBRID_FLAG}: algorithm DDTREE with budget 1 "),
+    (("doctor", HYBRID_FLAG), HYBRID_FLAG),
     (("bench", "--prompts", "0"), "prompts"),
     (("bench", "--batch", "-1"), "batch"),
     (("bench", "--repeats", "0"), "repeats"),
@@ -356,7 +361,7 @@ def test_help(library, capsys, argv):
 def test_the_help_of_generate_names_every_option_of_the_contract(capsys):
     out = run(capsys, "generate", "--help")[1]
     names = "--max-new-tokens --algorithm --budget --temperature --top-k --top-p --min-p --seed --stop-token-ids"
-    for name in [*names.split(), "--show-tree", "--target", "--drafter", "PROMPT"]:
+    for name in [*names.split(), "--show-tree", "--target", "--drafter", HYBRID_FLAG, "PROMPT"]:
         assert name in out
 
 

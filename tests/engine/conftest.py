@@ -115,3 +115,11 @@ def text_engine(small_engine):
     tokenizer = make_tiny_tokenizer(drop=dropped)
     assert tokenizer.vocab_size <= small_engine.target.config.vocab_size - 1  # the last row is the drafter's mask
     return dataclasses.replace(small_engine, tokenizer=tokenizer, name="small-text")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Programs compiled with few optimisations: where a program runs once or twice, compilation is all the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
