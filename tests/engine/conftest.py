@@ -120,6 +120,7 @@ def text_engine(small_engine):
 @pytest.fixture(scope="module")
 def quick_compilation():
     """Programs compiled with few optimisations: where a program runs once or twice, compilation is all the time."""
+    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)

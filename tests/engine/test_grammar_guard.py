@@ -59,7 +59,7 @@ def test_the_round_checks_before_any_draft_work(text_engine, member):
 
     watched = dataclasses.replace(functions, draft=draft)
     stops = jnp.zeros((0,), jnp.int32)
-    tree_round.speculative_round(state, watched, stops, max_depth=plan.max_depth)
+    jax.eval_shape(lambda state: tree_round.speculative_round(state, watched, stops, max_depth=plan.max_depth), state)
     assert drafted == [1]
     bound = dataclasses.replace(state, constrained=True)
     for step in (
