@@ -19,14 +19,16 @@ def _gpu_chosen(config: pytest.Config) -> bool:
     return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")) is not None
 
 
-def _slow_left_out(config: pytest.Config) -> bool:
-    return re.search(r"\bnot slow\b", config.getoption("markexpr")) is not None
+def compiles_quickly(config: pytest.Config) -> bool:
+    """True where slow and gpu tests are left out: most other tests run a program once or twice, so that compiling it is
+    the time. A run with the slow ones optimises as users' programs are.
+    """
+    return re.search(r"\bnot slow\b", config.getoption("markexpr")) is not None and not _gpu_chosen(config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX up before any test module is imported: strict, and on the CPU unless gpu tests are chosen."""
-    # Most fast tests run a program once or twice, so its compilation is the time; with the slow ones all is optimised.
-    jax.config.update("jax_disable_most_optimizations", _slow_left_out(config) and not _gpu_chosen(config))
+    jax.config.update("jax_disable_most_optimizations", compiles_quickly(config))
     if not _gpu_chosen(config):
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -10,6 +10,7 @@ import ddtree_jax
 from ddtree_jax.engine import Engine
 from ddtree_jax.grammar import Grammar
 from tests.engine import grammar_oracle
+from tests.grammar.conftest import allowed
 from tests.grammar.grammars import CASES
 
 NAMES = sorted(CASES)
@@ -17,6 +18,7 @@ GROUP = 15  # prompts decoded together; equal groups, so that one program serves
 NEW = 48
 PROMPT = "import json\n\nVALUE = json.loads('''"
 RUNS = [("none", 0), ("dflash", 0), ("ddtree", 4), ("ddtree", 32)]
+CLOSERS = set('"}])0e<ac')  # tokens that end what grammars leave open
 FEW = ("json nested", "regex alternatives", "choices awkward")
 
 
@@ -44,15 +46,29 @@ def decode(engine: Engine, names, algorithm, budget, implementation="host", **op
     return found
 
 
-def assert_valid(results: dict[str, ddtree_jax.Result]) -> int:
-    """Every complete output passes its own validator; returns how many are complete."""
+def assert_valid(engine: Engine, results: dict[str, ddtree_jax.Result]) -> int:
+    """Every output passes its own validator, one that was cut with some ending; returns how many are complete."""
     complete = 0
     for name, result in results.items():
         assert result.finish_reason in ("stop", "length"), (name, result.error)
-        if result.finish_reason == "stop":
-            complete += 1
-            assert CASES[name][1](result.text), (name, result.text)
+        complete += result.finish_reason == "stop"
+        text = result.text if result.finish_reason == "stop" else ended(engine, name, result.token_ids)
+        assert text.startswith(result.text) and CASES[name][1](text), (name, text)
     return complete
+
+
+def ended(engine: Engine, name: str, token_ids: list[int]) -> str:
+    """The text of a cut output, brought to an end by tokens that close what is open."""
+    state = grammar_oracle.compiled_for(engine, without_white_space(CASES[name][0]), engine.stop_token_ids).start()
+    state.advance(token_ids)
+    spelling, token_ids = state.compiled.vocabulary.token_bytes, list(token_ids)
+    while not state.is_complete:
+        assert len(token_ids) < 200, (name, token_ids)
+        options = allowed(state.compiled, state.root_row())
+        closing = [i for i in options if spelling[i].decode("latin-1") in CLOSERS]
+        token_ids.append((closing or options)[0])
+        state.advance(token_ids[-1:])
+    return engine.tokenizer.decode(token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +83,7 @@ def test_a_few_grammars_with_every_algorithm(demo_engine):
     for algorithm, budget in (("none", 0), ("dflash", 0), ("ddtree", 8)):
         results = decode(demo_engine, FEW, algorithm, budget)
         assert [results[name].token_ids for name in FEW] == expected
-        assert assert_valid(results) == 3
+        assert assert_valid(demo_engine, results) == 3
 
 
 @pytest.mark.slow
@@ -81,7 +97,7 @@ def test_plain_constrained_decoding_is_the_masked_argmax(demo_engine, plain):
         expected = grammar_oracle.greedy(demo_engine, [prompt] * len(names), grammars, NEW, demo_engine.stop_token_ids)
         for name, token_ids in zip(names, expected, strict=True):
             assert plain[name].token_ids == token_ids, name
-    assert assert_valid(plain) >= 0.8 * len(NAMES)
+    assert assert_valid(demo_engine, plain) >= 0.7 * len(NAMES)
 
 
 @pytest.mark.slow
@@ -115,7 +131,7 @@ def test_tables_on_the_device_give_the_same(demo_engine, plain):
 @pytest.mark.timeout(1200)
 def test_sampled_outputs_are_valid_and_equal(demo_engine):
     expected = decode(demo_engine, NAMES, "none", 0, temperature=1.0, top_p=0.98)
-    assert assert_valid(expected) >= 0.7 * len(NAMES)
+    assert assert_valid(demo_engine, expected) >= 0.7 * len(NAMES)
     for algorithm, budget in RUNS[1:]:
         results = decode(demo_engine, NAMES, algorithm, budget, temperature=1.0, top_p=0.98)
         for name in NAMES:

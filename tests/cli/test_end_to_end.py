@@ -105,13 +105,15 @@ def test_an_empty_prompt_is_refused(demo, capsys):
 
 
 @pytest.mark.slow
-def test_the_python_example_of_the_readme_runs(demo, capsys):
+def test_the_python_examples_of_the_readme_run(demo, capsys):
     readme = pathlib.Path(__file__).parents[2] / "README.md"
-    (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
+    first, grammars = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
     names = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(first, "README.md", "exec"), names)
     assert names["result"].text in capsys.readouterr().out
     assert len(names["results"]) == 2
+    exec(compile(grammars, "README.md", "exec"), names)
+    assert names["result"].finish_reason == "stop" and json.loads(names["result"].text).keys() == {"name", "age"}
 
 
 def test_every_shipped_prompt_is_there(demo):

@@ -10,6 +10,7 @@ import tokenizers
 from ddtree_jax.engine import Engine
 from ddtree_jax.models import ConvConfig, DFlashConfig, Glm5Config, SelectorConfig, make_drafter, make_target
 from ddtree_jax.models.pair import flat_leaves
+from tests.conftest import compiles_quickly
 from tests.grammar.conftest import make_tiny_tokenizer
 
 TARGET = Glm5Config(
@@ -118,9 +119,8 @@ def text_engine(small_engine):
 
 
 @pytest.fixture(scope="module")
-def quick_compilation():
+def quick_compilation(request):
     """Programs compiled with few optimisations: where a program runs once or twice, compilation is all the time."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", compiles_quickly(request.config))
