@@ -73,10 +73,12 @@ def filtered_tree(
     log-probability as given, then smaller token id, forbidden candidates included. A stop token ends its prefix:
     nothing is expanded below one.
 
-    With `renormalise` the log-probability of a child given its parent is log q(child) - log(sum of q over those of
-    the K candidates that the parent's row allows): the drafter's estimate of the constrained target. So the only
-    allowed candidate gets 0, and a path through text that leaves little choice costs little. Without it scores are the
-    drafter's, unchanged: the best-first tree of all prefixes with every forbidden one left out.
+    With `renormalise` the log-probability of a child given its parent is log q(child) - log q(allowed): the drafter's
+    estimate of the constrained target. q(allowed) is the sum of q over those of the K candidates that the parent's row
+    allows, and of what q leaves to all other tokens the part that the row allows of the vocabulary (nothing for pair
+    scores, which are over the candidates alone). So a path through text that leaves little choice costs little, and
+    where everything is allowed scores are the drafter's. Without `renormalise` they are unchanged everywhere: the
+    best-first tree of all prefixes with every forbidden one left out.
 
     Args:
       sequence: the grammar's state after the root; left as it is.
@@ -223,6 +225,9 @@ class _Proposals:
         self.depth, self._k = self._tokens.shape
         self._renormalise, self._forced = bool(renormalise), forced
         self._candidates = Candidates(sequence, self._tokens)
+        self._rest = np.zeros((self.depth,))  # what the drafter gives to tokens that are no candidates
+        if self._scores.ndim == 2:
+            self._rest = np.maximum(1.0 - np.exp(self._scores.astype(np.float64)).sum(axis=1), 0.0)
         self._by_token = np.argsort(self._tokens, axis=-1)
         self._ranked: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -246,8 +251,12 @@ class _Proposals:
         if len(ranks):
             values = values[ranks]
             if self._renormalise:
-                values = values - values[0]
-                values = values - math.log(np.exp(values).sum())
+                best = values[0]
+                values = values - best
+                mass = math.log(np.exp(values).sum())
+                if self._rest[row] > 0.0:
+                    mass = np.logaddexp(mass, math.log(self._rest[row] * visit.share(slot)) - best)
+                values = values - mass
             scores = node.score + values.astype(np.float32)
             return _Children(slot, node.ranks, scores, ranks, columns, self._tokens[row])
         token = None if self._forced == "off" else visit.only_token(slot)

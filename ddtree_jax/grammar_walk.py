@@ -377,10 +377,20 @@ class Visit:
         if self._finished[slot] or self._accepting[slot]:
             return None
         row = self._words[slot, : self._sequence._num_words] & self._sequence._text_words
-        if int(np.bitwise_count(row).sum()) != 1:  # int32: the sign bit counts as any other
+        if _num_bits(row) != 1:
             return None
         word = int(np.flatnonzero(row)[0])
         return word * 32 + (int(row[word]) & 0xFFFFFFFF).bit_length() - 1
+
+    def share(self, slot: int) -> float:
+        """The part of the vocabulary that the row of a filled slot allows."""
+        sequence = self._sequence
+        allowed = (
+            0 if self._finished[slot] else _num_bits(self._words[slot, : sequence._num_words] & sequence._text_words)
+        )
+        if self._accepting[slot] or self._finished[slot]:
+            allowed += len(sequence._stops)
+        return allowed / sequence.compiled.vocabulary.vocab_size
 
     def suggested_token(self, slot: int) -> int | None:
         """The next token of the text that must follow a slot, in the tokenizer's own cut, if the text is forced."""
@@ -425,6 +435,11 @@ class Visit:
         if self._path and not self._matcher.is_error():
             self._matcher.rollback(len(self._path))
         self._path.clear()
+
+
+def _num_bits(row: np.ndarray) -> int:
+    # Unsigned: of a negative number NumPy counts the bits of its absolute value.
+    return int(np.bitwise_count(row.view(np.uint32)).sum())
 
 
 def _forced_text(matcher: Any) -> list[int]:

@@ -18,7 +18,7 @@ GROUP = 15  # prompts decoded together; equal groups, so that one program serves
 NEW = 48
 PROMPT = "import json\n\nVALUE = json.loads('''"
 RUNS = [("none", 0), ("dflash", 0), ("ddtree", 4), ("ddtree", 32)]
-CLOSERS = set('"}])0e<ac')  # tokens that end what grammars leave open
+CLOSERS = '"}])<c0123456789ae'  # tokens that end what the grammars leave open, the best first
 FEW = ("json nested", "regex alternatives", "choices awkward")
 
 
@@ -63,10 +63,10 @@ def ended(engine: Engine, name: str, token_ids: list[int]) -> str:
     state.advance(token_ids)
     spelling, token_ids = state.compiled.vocabulary.token_bytes, list(token_ids)
     while not state.is_complete:
-        assert len(token_ids) < 200, (name, token_ids)
+        assert len(token_ids) < 400, (name, token_ids)
         options = allowed(state.compiled, state.root_row())
-        closing = [i for i in options if spelling[i].decode("latin-1") in CLOSERS]
-        token_ids.append((closing or options)[0])
+        ranks = {i: CLOSERS.find(spelling[i].decode("latin-1")) for i in options}
+        token_ids.append(min(options, key=lambda i: ranks[i] if ranks[i] >= 0 else len(CLOSERS)))
         state.advance(token_ids[-1:])
     return engine.tokenizer.decode(token_ids)
 

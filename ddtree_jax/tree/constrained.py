@@ -38,6 +38,7 @@ class TokenTable:
       next_state: int32[B, S, C], NO_STATE where a token of the class is not allowed, and in padding.
       allowed: int32[B, S, W], the row of each state; padding 0. Bits from V on are 0, those of free requests too.
       forced: int32[B, S], the one token that a state allows, if it allows just one and that is text; else -1.
+      share: float32[B, S], the part of the vocabulary that a state allows.
       stopped: int32[B], the state after a stop token; NO_STATE for a free request, which has none.
     """
 
@@ -45,6 +46,7 @@ class TokenTable:
     next_state: jax.Array  # [B, S, C]
     allowed: jax.Array  # [B, S, W]
     forced: jax.Array  # [B, S]
+    share: jax.Array  # [B, S]
     stopped: jax.Array  # [B]
 
 
@@ -73,6 +75,7 @@ def stack_tables(automata: Sequence[TokenAutomaton | None], vocab_size: int) -> 
     next_state = np.full((batch, states, classes), NO_STATE, np.int32)
     allowed = np.zeros((batch, states, num_words(vocab_size)), np.int32)
     forced = np.full((batch, states), -1, np.int32)
+    share = np.zeros((batch, states), np.float32)
     stopped = np.full((batch,), NO_STATE, np.int32)
     for number, (automaton, size) in enumerate(zip(automata, sizes, strict=True)):
         if automaton is None:
@@ -83,8 +86,9 @@ def stack_tables(automata: Sequence[TokenAutomaton | None], vocab_size: int) -> 
         next_state[number, : size[0], : size[1]] = automaton.next_state
         allowed[number, : size[0]] = automaton.allowed
         forced[number, : size[0]] = _forced(automaton)
+        share[number, : size[0]] = np.bitwise_count(automaton.allowed.view(np.uint32)).sum(axis=1) / vocab_size
         stopped[number] = automaton.num_states - 1
-    return TokenTable(*(jnp.asarray(array) for array in (class_of, next_state, allowed, forced, stopped)))
+    return TokenTable(*(jnp.asarray(array) for array in (class_of, next_state, allowed, forced, share, stopped)))
 
 
 def _power_of_two(size: int) -> int:
@@ -204,9 +208,9 @@ def build_constrained_tree(
     """Builds the tree of the `budget` best prefixes among those that the grammar of each sequence allows.
 
     The tree of `grammar_tree.filtered_tree` with `renormalise=True, forced="token"`: a child's log-probability is the
-    drafter's, less the logarithm of what the drafter gives to those of the K candidates that are allowed there; where
-    none of them is and the state allows a single text token, that token is added with log-probability 0; nothing
-    comes below a stop token. Best first, ties by the lexicographically smaller tuple of ranks.
+    drafter's, less the logarithm of what the drafter is taken to give to all tokens that are allowed there; where no
+    candidate is and the state allows a single text token, that token is added with log-probability 0; nothing comes
+    below a stop token. Best first, ties by the lexicographically smaller tuple of ranks.
 
     The arithmetic is float32, that of the host float64 before rounding. So two prefixes whose scores differ by no more
     than rounding may change places, and the last place, against the host's tree; all others stand as there.
@@ -284,6 +288,7 @@ class _Rows(NamedTuple):
     log_probs: jax.Array  # float32[L, K] by place, or [L, K, K] as given
     best_parent: jax.Array | None  # float32[L, K], pairs only: of each column the best under any parent
     columns: jax.Array | None  # int32[L, K], pairs only: the column of each place
+    rest: jax.Array  # float32[L], what the drafter gives to tokens that are no candidates
     token_ids: jax.Array  # int32[L, K], by place
     classes: jax.Array  # int32[L, K], by place
 
@@ -316,6 +321,7 @@ def _check_table(table: TokenTable, batch: int) -> None:
     states = checks.as_int32(table.next_state, "table.next_state", (batch, None, None), "B, S, C").shape[1]
     checks.as_int32(table.allowed, "table.allowed", (batch, states, num_words(vocab)), "B, S, W")
     checks.as_int32(table.forced, "table.forced", (batch, states), "B, S")
+    checks.as_float32(table.share, "table.share", (batch, states), "B, S")
     checks.as_int32(table.stopped, "table.stopped", (batch,), "B")
 
 
@@ -329,11 +335,13 @@ def _lifted(make: Callable[..., _Found], proposals: _Proposals, table: TokenTabl
 
 def _rows(log_probs: jax.Array, token_ids: jax.Array, table: TokenTable) -> _Rows:
     if log_probs.ndim == 2:
-        return _Rows(log_probs, None, None, token_ids, _classes(table, token_ids))
+        mass = jnp.sum(jnp.where(log_probs <= 0.0, jnp.exp(log_probs), 0.0), axis=-1)
+        return _Rows(log_probs, None, None, jnp.maximum(1.0 - mass, 0.0), token_ids, _classes(table, token_ids))
     columns = jnp.argsort(token_ids, axis=-1).astype(jnp.int32)
     token_ids = jnp.take_along_axis(token_ids, columns, axis=-1)
     best_parent = jnp.max(jnp.where(log_probs <= 0.0, log_probs, -jnp.inf), axis=1)
-    return _Rows(log_probs, best_parent, columns, token_ids, _classes(table, token_ids))
+    rest = jnp.zeros((token_ids.shape[0],), jnp.float32)
+    return _Rows(log_probs, best_parent, columns, rest, token_ids, _classes(table, token_ids))
 
 
 def _children(rows: _Rows, table: TokenTable, state: jax.Array, depth: jax.Array, column: jax.Array) -> jax.Array:
@@ -357,8 +365,10 @@ def _children(rows: _Rows, table: TokenTable, state: jax.Array, depth: jax.Array
     best = jnp.max(values)
     is_any = best > -jnp.inf
     relative = values - jnp.where(is_any, best, 0.0)
-    mass = jnp.sum(jnp.exp(relative))
-    shares = jnp.minimum(relative - jnp.log(jnp.where(is_any, mass, 1.0)), 0.0)
+    mass = jnp.log(jnp.where(is_any, jnp.sum(jnp.exp(relative)), 1.0))
+    rest = rows.rest[row] * table.share[jnp.maximum(state, 0)]
+    others = jnp.where(rest > 0.0, jnp.log(jnp.where(rest > 0.0, rest, 1.0)) - jnp.where(is_any, best, 0.0), -jnp.inf)
+    shares = jnp.minimum(relative - jnp.logaddexp(mass, others), 0.0)
     is_free = table.stopped == NO_STATE
     is_forced = is_open & ~is_any & (table.forced[jnp.maximum(state, 0)] >= 0)
     return jnp.append(jnp.where(is_free, values, shares), jnp.where(is_forced, 0.0, -jnp.inf))

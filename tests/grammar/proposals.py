@@ -74,10 +74,16 @@ def _options(state: SequenceGrammar, scores, tokens, row, above, *, renormalise,
     live = [(rank, c) for rank, c in enumerate(ranked) if int(tokens[row, c]) in may_follow]
     if live:
         best = values[live[0][1]]
-        mass = math.fsum(math.exp(values[c] - best) for _, c in live)
+        log_mass = math.log(math.fsum(math.exp(values[c] - best) for _, c in live))
+        rest = 0.0
+        if scores.ndim == 2:
+            rest = 1.0 - math.fsum(math.exp(v) for v in values)
+        if rest > 0:
+            share = len(may_follow) / state.compiled.vocabulary.vocab_size
+            log_mass = float(np.logaddexp(log_mass, math.log(rest * share) - best))
         # Not values[c] - (best + log(mass)): far below 0 that sum would lose the logarithm.
         return [
-            _Option(rank, int(tokens[row, c]), c, values[c] - best - math.log(mass) if renormalise else values[c])
+            _Option(rank, int(tokens[row, c]), c, values[c] - best - log_mass if renormalise else values[c])
             for rank, c in live
         ]
     only = sorted(may_follow) if len(may_follow) == 1 and not state.is_complete else []
