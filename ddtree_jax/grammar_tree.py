@@ -75,10 +75,10 @@ def filtered_tree(
 
     With `renormalise` the log-probability of a child given its parent is log q(child) - log q(allowed): the drafter's
     estimate of the constrained target. q(allowed) is the sum of q over those of the K candidates that the parent's row
-    allows, and of what q leaves to all other tokens the part that the row allows of the vocabulary (nothing for pair
-    scores, which are over the candidates alone). So a path through text that leaves little choice costs little, and
-    where everything is allowed scores are the drafter's. Without `renormalise` they are unchanged everywhere: the
-    best-first tree of all prefixes with every forbidden one left out.
+    allows, and of what q leaves to the tokens that are no candidates a share: the number of those that are allowed over
+    V (nothing for pair scores, which are over the candidates alone). So the only allowed token costs nothing, text that
+    leaves little choice costs little, and where all is allowed scores are nearly the drafter's. Without `renormalise`
+    they are unchanged everywhere: the best-first tree of all prefixes with every forbidden one left out.
 
     Args:
       sequence: the grammar's state after the root; left as it is.
@@ -225,6 +225,7 @@ class _Proposals:
         self.depth, self._k = self._tokens.shape
         self._renormalise, self._forced = bool(renormalise), forced
         self._candidates = Candidates(sequence, self._tokens)
+        self._vocab_size = sequence.compiled.vocabulary.vocab_size
         self._rest = np.zeros((self.depth,))  # what the drafter gives to tokens that are no candidates
         if self._scores.ndim == 2:
             self._rest = np.maximum(1.0 - np.exp(self._scores.astype(np.float64)).sum(axis=1), 0.0)
@@ -254,8 +255,9 @@ class _Proposals:
                 best = values[0]
                 values = values - best
                 mass = math.log(np.exp(values).sum())
-                if self._rest[row] > 0.0:
-                    mass = np.logaddexp(mass, math.log(self._rest[row] * visit.share(slot)) - best)
+                others = self._rest[row] * max(visit.num_allowed(slot) - len(ranks), 0) / self._vocab_size
+                if others > 0.0:
+                    mass = np.logaddexp(mass, math.log(others) - best)
                 values = values - mass
             scores = node.score + values.astype(np.float32)
             return _Children(slot, node.ranks, scores, ranks, columns, self._tokens[row])

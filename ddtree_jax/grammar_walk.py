@@ -382,15 +382,12 @@ class Visit:
         word = int(np.flatnonzero(row)[0])
         return word * 32 + (int(row[word]) & 0xFFFFFFFF).bit_length() - 1
 
-    def share(self, slot: int) -> float:
-        """The part of the vocabulary that the row of a filled slot allows."""
+    def num_allowed(self, slot: int) -> int:
+        """How many tokens the row of a filled slot allows."""
         sequence = self._sequence
-        allowed = (
-            0 if self._finished[slot] else _num_bits(self._words[slot, : sequence._num_words] & sequence._text_words)
-        )
-        if self._accepting[slot] or self._finished[slot]:
-            allowed += len(sequence._stops)
-        return allowed / sequence.compiled.vocabulary.vocab_size
+        text = self._words[slot, : sequence._num_words] & sequence._text_words
+        found = 0 if self._finished[slot] else _num_bits(text)
+        return found + len(sequence._stops) if self._accepting[slot] or self._finished[slot] else found
 
     def suggested_token(self, slot: int) -> int | None:
         """The next token of the text that must follow a slot, in the tokenizer's own cut, if the text is forced."""

@@ -38,7 +38,7 @@ class TokenTable:
       next_state: int32[B, S, C], NO_STATE where a token of the class is not allowed, and in padding.
       allowed: int32[B, S, W], the row of each state; padding 0. Bits from V on are 0, those of free requests too.
       forced: int32[B, S], the one token that a state allows, if it allows just one and that is text; else -1.
-      share: float32[B, S], the part of the vocabulary that a state allows.
+      num_allowed: int32[B, S], how many tokens a state allows.
       stopped: int32[B], the state after a stop token; NO_STATE for a free request, which has none.
     """
 
@@ -46,7 +46,7 @@ class TokenTable:
     next_state: jax.Array  # [B, S, C]
     allowed: jax.Array  # [B, S, W]
     forced: jax.Array  # [B, S]
-    share: jax.Array  # [B, S]
+    num_allowed: jax.Array  # [B, S]
     stopped: jax.Array  # [B]
 
 
@@ -75,7 +75,7 @@ def stack_tables(automata: Sequence[TokenAutomaton | None], vocab_size: int) -> 
     next_state = np.full((batch, states, classes), NO_STATE, np.int32)
     allowed = np.zeros((batch, states, num_words(vocab_size)), np.int32)
     forced = np.full((batch, states), -1, np.int32)
-    share = np.zeros((batch, states), np.float32)
+    num_allowed = np.zeros((batch, states), np.int32)
     stopped = np.full((batch,), NO_STATE, np.int32)
     for number, (automaton, size) in enumerate(zip(automata, sizes, strict=True)):
         if automaton is None:
@@ -86,9 +86,9 @@ def stack_tables(automata: Sequence[TokenAutomaton | None], vocab_size: int) -> 
         next_state[number, : size[0], : size[1]] = automaton.next_state
         allowed[number, : size[0]] = automaton.allowed
         forced[number, : size[0]] = _forced(automaton)
-        share[number, : size[0]] = np.bitwise_count(automaton.allowed.view(np.uint32)).sum(axis=1) / vocab_size
+        num_allowed[number, : size[0]] = np.bitwise_count(automaton.allowed.view(np.uint32)).sum(axis=1)
         stopped[number] = automaton.num_states - 1
-    return TokenTable(*(jnp.asarray(array) for array in (class_of, next_state, allowed, forced, share, stopped)))
+    return TokenTable(*(jnp.asarray(array) for array in (class_of, next_state, allowed, forced, num_allowed, stopped)))
 
 
 def _power_of_two(size: int) -> int:
@@ -321,7 +321,7 @@ def _check_table(table: TokenTable, batch: int) -> None:
     states = checks.as_int32(table.next_state, "table.next_state", (batch, None, None), "B, S, C").shape[1]
     checks.as_int32(table.allowed, "table.allowed", (batch, states, num_words(vocab)), "B, S, W")
     checks.as_int32(table.forced, "table.forced", (batch, states), "B, S")
-    checks.as_float32(table.share, "table.share", (batch, states), "B, S")
+    checks.as_int32(table.num_allowed, "table.num_allowed", (batch, states), "B, S")
     checks.as_int32(table.stopped, "table.stopped", (batch,), "B")
 
 
@@ -366,7 +366,8 @@ def _children(rows: _Rows, table: TokenTable, state: jax.Array, depth: jax.Array
     is_any = best > -jnp.inf
     relative = values - jnp.where(is_any, best, 0.0)
     mass = jnp.log(jnp.where(is_any, jnp.sum(jnp.exp(relative)), 1.0))
-    rest = rows.rest[row] * table.share[jnp.maximum(state, 0)]
+    num_others = jnp.maximum(table.num_allowed[jnp.maximum(state, 0)] - jnp.sum(values > -jnp.inf), 0)
+    rest = rows.rest[row] * num_others / table.class_of.shape[0]
     others = jnp.where(rest > 0.0, jnp.log(jnp.where(rest > 0.0, rest, 1.0)) - jnp.where(is_any, best, 0.0), -jnp.inf)
     shares = jnp.minimum(relative - jnp.logaddexp(mass, others), 0.0)
     is_free = table.stopped == NO_STATE

@@ -78,9 +78,9 @@ def _options(state: SequenceGrammar, scores, tokens, row, above, *, renormalise,
         rest = 0.0
         if scores.ndim == 2:
             rest = 1.0 - math.fsum(math.exp(v) for v in values)
-        if rest > 0:
-            share = len(may_follow) / state.compiled.vocabulary.vocab_size
-            log_mass = float(np.logaddexp(log_mass, math.log(rest * share) - best))
+        others = rest * max(len(may_follow) - len(live), 0) / state.compiled.vocabulary.vocab_size
+        if others > 0:
+            log_mass = float(np.logaddexp(log_mass, math.log(others) - best))
         # Not values[c] - (best + log(mass)): far below 0 that sum would lose the logarithm.
         return [
             _Option(rank, int(tokens[row, c]), c, values[c] - best - log_mass if renormalise else values[c])

@@ -307,14 +307,17 @@ def test_proposals_that_lead_nowhere(batch, tiny):
 
 
 def test_the_only_allowed_candidate_costs_nothing(batch, tiny):
-    a, b, q = (tiny.token_bytes.index(bytes([i])) for i in b"abq")
-    made = compiled(tiny, Grammar.regex("(a|b)*"))
-    found = _one(batch, made, [-0.01, -20.0, -30.0], [[q, a, 5], [q, b, 5], [q, 5, a], *[[q, 5, 6]] * (DEPTH - 3)])
-    assert found.token_ids[: found.num_nodes].tolist() == [ROOT, a, b, a]
+    x, y, q = (tiny.token_bytes.index(bytes([i])) for i in b"xyq")
+    made = compiled(tiny, Grammar.regex("xyx"))
+    found = _one(batch, made, [-0.01, -20.0, -30.0], [[q, x, 5], [q, y, 5], [q, 5, x], *[[q, 5, 6]] * (DEPTH - 3)])
+    assert found.token_ids[: found.num_nodes].tolist() == [ROOT, x, y, x]
     assert found.log_probs[: found.num_nodes].tolist() == [0.0] * 4
-    # Two of them share as the drafter has them.
-    found = _one(batch, made, np.log([0.5, 0.3, 0.1]), [[q, a, b], *[[q, 5, 6]] * (DEPTH - 1)])
-    np.testing.assert_allclose(np.exp(found.log_probs[1:3]), [0.75, 0.25], rtol=1e-6)
+    # Two of them share as the drafter has them; a third that is no candidate has its part of the rest.
+    for pattern, num_others in (("x|y", 0), ("x|y|z", 1)):
+        made = compiled(tiny, Grammar.regex(pattern))
+        found = _one(batch, made, np.log([0.5, 0.3, 0.1]), [[q, x, y], *[[q, 5, 6]] * (DEPTH - 1)])
+        mass = 0.4 + 0.1 * num_others / TINY_SIZE
+        np.testing.assert_allclose(np.exp(found.log_probs[1:3]), [0.3 / mass, 0.1 / mass], rtol=1e-6)
 
 
 def test_a_stop_token_ends_its_prefix(batch, tiny):

@@ -190,6 +190,22 @@ def test_forced_tokens_are_the_only_ones(tiny, demo):
         assert len(path) == 20 or len(rest) != 1 or rest == [STOP], name
 
 
+def test_two_tokens_at_the_sign_of_a_word_are_no_choice_of_one(tiny):
+    """Rows are signed words: bits 30 and 31 together must count as two."""
+    word = next(
+        w
+        for w in range(2, 8)
+        if all(len(tiny.token_bytes[32 * w + bit]) == 1 for bit in (30, 31)) and 32 * w + 31 < 256
+    )
+    pair = [32 * word + 30, 32 * word + 31]
+    choices = [tiny.token_bytes[i].decode("latin-1") for i in pair]
+    if not all(one.isascii() for one in choices):
+        pytest.fail("the tokens of this vocabulary have moved: find two that are characters")
+    state = compiled(tiny, Grammar.choices(choices)).start()
+    assert allowed(state.compiled, state.root_row()) == pair
+    assert state.forced_tokens(3) == []
+
+
 def test_suggested_tokens_are_the_tokenizers_own_cut(demo, demo_tokenizer):
     made = compiled(demo, Grammar.json_schema(
         {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}, compact=True
