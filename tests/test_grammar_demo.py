@@ -106,14 +106,17 @@ def test_every_algorithm_gives_the_same_and_filtered_drafts_are_accepted_no_less
     for algorithm, budget in RUNS[1:]:
         filtered = decode(demo_engine, NAMES, algorithm, budget)
         unfiltered = decode(demo_engine, NAMES, algorithm, budget, "unfiltered")
-        worse = []
+        # The same tokens in no more rounds. (The mean of the lengths also counts what the last round is cut by.)
+        worse, rounds = [], [0, 0]
         for name in NAMES:
             assert filtered[name].token_ids == plain[name].token_ids, (algorithm, budget, name)
             assert unfiltered[name].token_ids == plain[name].token_ids, (algorithm, budget, name)
-            ours, theirs = (r[name].stats.mean_acceptance_length for r in (filtered, unfiltered))
-            if ours < theirs:
+            ours, theirs = (r[name].stats.num_rounds for r in (filtered, unfiltered))
+            rounds = [rounds[0] + ours, rounds[1] + theirs]
+            if ours > theirs:
                 worse.append((name, theirs, ours))
         assert not worse, (algorithm, budget, worse)
+        assert rounds[0] < 0.75 * rounds[1]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
     *("load", "generate", "stream", "SpeculativeAlgorithm", "Stats", "Result", "Chunk", "tree", "models"),
     *("CheckpointError", "UnsupportedRequestError", "InvariantError", "__version__", "Grammar", "make_mesh"),
+    "debug_checks",
 }
 
 

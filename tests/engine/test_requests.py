@@ -106,21 +106,14 @@ def test_all_that_needs_no_engine_is_refused_without_one(name, changed):
 
 
 def test_what_no_engine_can_do_is_refused_without_one():
-    for changed in (dict(grammar=object()), dict(budget="auto")):
-        with pytest.raises(ddtree_jax.UnsupportedRequestError, match="DDTREE"):
-            check_arguments(**DEFAULTS | changed)
+    with pytest.raises(ddtree_jax.UnsupportedRequestError, match="DDTREE"):
+        check_arguments(**DEFAULTS | dict(budget="auto"))
 
 
 @pytest.mark.parametrize("algorithm", ["dflash", "DDTREE"])
 def test_drafting_without_a_drafter_is_refused(lone_engine, algorithm):
     with pytest.raises(ddtree_jax.UnsupportedRequestError, match=algorithm.upper()):
         ddtree_jax.generate(lone_engine, [1, 2], 4, algorithm)
-
-
-@pytest.mark.parametrize("algorithm", ["none", "dflash", "ddtree"])
-def test_grammar_is_refused_by_algorithm(small_engine, algorithm):
-    with pytest.raises(ddtree_jax.UnsupportedRequestError, match=algorithm.upper()):
-        ddtree_jax.generate(small_engine, [1, 2], 4, algorithm, grammar=object())
 
 
 def test_automatic_budget_is_refused(small_engine):
