@@ -37,10 +37,10 @@ format: $(STAMP)
 	$(BIN)/python -m ruff format .
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --dist loadfile
 
 test-all: lint
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu' -n auto --dist loadfile
 
 bench: $(STAMP)
 	$(BIN)/ddtree-jax bench

@@ -254,7 +254,7 @@ class _Proposals:
             if self._renormalise:
                 best = values[0]
                 values = values - best
-                mass = math.log(np.exp(values).sum())
+                mass = math.log1p(np.exp(values[1:]).sum())
                 others = self._rest[row] * max(visit.num_allowed(slot) - len(ranks), 0) / self._vocab_size
                 if others > 0.0:
                     mass = np.logaddexp(mass, math.log(others) - best)

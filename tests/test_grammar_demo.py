@@ -76,14 +76,17 @@ def plain(demo_engine):
     return decode(demo_engine, NAMES, "none", 0)
 
 
-def test_a_few_grammars_with_every_algorithm(demo_engine):
+@pytest.mark.parametrize(
+    ("algorithm", "budget"),
+    [("ddtree", 8), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", 0), ("dflash", 0)))],
+)
+def test_a_few_grammars(demo_engine, algorithm, budget):
     prompt = demo_engine.tokenizer.encode(PROMPT)
     grammars = [without_white_space(CASES[name][0]) for name in FEW]
     expected = grammar_oracle.greedy(demo_engine, [prompt] * 3, grammars, NEW, demo_engine.stop_token_ids)
-    for algorithm, budget in (("none", 0), ("dflash", 0), ("ddtree", 8)):
-        results = decode(demo_engine, FEW, algorithm, budget)
-        assert [results[name].token_ids for name in FEW] == expected
-        assert assert_valid(demo_engine, results) == 3
+    results = decode(demo_engine, FEW, algorithm, budget)
+    assert [results[name].token_ids for name in FEW] == expected
+    assert assert_valid(demo_engine, results) == 3
 
 
 @pytest.mark.slow

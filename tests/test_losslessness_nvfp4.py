@@ -29,6 +29,7 @@ def prompts():
     return [item["prompt_ids"] for item in json.loads((demo_folder() / "heldout.json").read_text(encoding="utf-8"))]
 
 
+@pytest.mark.slow
 def test_three_prompts_of_the_shipped_pair(engine, prompts):
     few = Decoder(engine, prompts[:3], 24)
     results = few("ddtree", 15, batch=3)

@@ -14,6 +14,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_the_shipped_pair_converts_and_generates_the_same(demo_engine, capsys, tmp_path):
     status, out, err = run(capsys, "convert", "--output", str(tmp_path / "pair"))
     assert (status, err) == (0, "")

@@ -209,6 +209,7 @@ def test_no_more_than_the_window_is_read_ahead(pair, tmp_path, small_pieces, mon
     assert started[0] == count and most[0] <= 2 < few < count
 
 
+@pytest.mark.slow
 def test_another_mesh_gets_the_same_leaves(pair, tmp_path):
     """In a process of its own: four devices. Saved from one device and from one mesh, loaded on others."""
     code = """

@@ -87,6 +87,7 @@ DRAFTER_WHOLE = (
 )
 
 
+@pytest.mark.slow
 def test_a_packed_target_with_many_experts(run):
     """The fast representative: experts over both axes, a vocabulary that divides over none, a batch that is split."""
     asked = cases("many packed", ("none", "2x4"), 2, GREEDY[:1])

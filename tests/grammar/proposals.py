@@ -74,7 +74,7 @@ def _options(state: SequenceGrammar, scores, tokens, row, above, *, renormalise,
     live = [(rank, c) for rank, c in enumerate(ranked) if int(tokens[row, c]) in may_follow]
     if live:
         best = values[live[0][1]]
-        log_mass = math.log(math.fsum(math.exp(values[c] - best) for _, c in live))
+        log_mass = math.log1p(math.fsum(math.exp(values[c] - best) for _, c in live[1:]))
         rest = 0.0
         if scores.ndim == 2:
             rest = 1.0 - math.fsum(math.exp(v) for v in values)
@@ -145,6 +145,6 @@ def assert_tree_holds(tree, expected: list[Prefix], root_token_id: int, root_row
     assert tree.parents.tolist() == [-1, *(slot_of[p.ranks[:-1]] for p in expected), *[-1] * padding]
     assert tree.depths.tolist() == [0, *(len(p.ranks) for p in expected), *[0] * padding]
     scores = np.array([0.0, *(p.score for p in expected), *[-np.inf] * padding], np.float32)
-    np.testing.assert_array_equal(tree.log_probs, scores)
+    np.testing.assert_allclose(tree.log_probs, scores, rtol=1e-6)
     rows = np.stack([root_row, *(p.row for p in expected), *[np.zeros_like(root_row)] * padding])
     np.testing.assert_array_equal(tree.rows(), rows)
