@@ -2,9 +2,9 @@
 
     python benchmarks/grammar.py [--vocab 154880] [--budget 32] [--rounds 60] [--json FILE]
 
-The tokenizer is trained on the running Python's own library and packages (a minute or two), so that tokens are as long as
-real ones. A sequence is led along texts of each grammar; before each step the drafter is imitated: K candidates a depth, the
-text's own next token among them at a random rank.
+The tokenizer is trained on the running Python's own library and packages (half a minute), so that tokens are as long
+as real ones. A sequence is led along texts of each grammar; before each step the drafter is imitated: K candidates a
+depth, the text's own next token among them at a random rank.
 
 Columns, milliseconds: `tree`, the filtered tree, which the verify pass waits for; `rows`, the rest of its rows, and
 `walk`, the rows of an unfiltered tree: both run beside the verify pass; `advance`, the emitted tokens. On the device, a

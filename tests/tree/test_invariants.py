@@ -17,6 +17,7 @@ from ddtree_jax.tree import (
     accept,
     build_tree,
     chain_tree,
+    check_grammar,
     check_path,
     check_tree,
     root_tree,
@@ -164,6 +165,24 @@ def test_one_corrupted_round_field_fires_its_rule(tree, target, part, field, val
     assert "finished_unchanged" in broken(rules.ROUND_RULES, idle, after, output)
 
 
+@pytest.mark.parametrize("node, bit, fires", [(0, 4, True), (1, 4, True), (3, 8, True), (3, 4, False), (2, 4, False)])
+def test_one_corrupted_grammar_row_fires_its_rule(tree, target, node, bit, fires):
+    """The path is 0 -> 1 -> 3 with bonus 8: each token needs the row before it, and no other row counts."""
+    path = accept(tree, target, max_depth=4)
+    rows = jnp.full((2, 7, 1), -1, jnp.int32)
+    active = jnp.asarray([True, True])
+    assert broken(rules.GRAMMAR_RULES, tree, path, rows, active) == []
+    wrong = rows.at[1, node, 0].set(~(1 << bit))
+    fired = broken(rules.GRAMMAR_RULES, tree, path, wrong, active)
+    assert fired == (["emitted_tokens_allowed"] if fires else [])
+    # A sequence that emits nothing in this round breaks nothing.
+    assert broken(rules.GRAMMAR_RULES, tree, path, wrong, jnp.asarray([True, False])) == []
+    if fires:
+        assert np.asarray(rules.emitted_tokens_allowed(tree, path, wrong, active)).tolist() == [True, False]
+        with pytest.raises(ValueError, match="emitted_tokens_allowed"):
+            check_grammar(tree, path, wrong, active)
+
+
 def test_checks_raise_with_the_rule_quoted(tree, target):
     path = accept(tree, target, max_depth=4)
     check_tree(tree)
@@ -187,5 +206,5 @@ def test_checks_raise_with_the_rule_quoted(tree, target):
 
 
 def test_every_rule_quotes_itself():
-    for rule in (*rules.TREE_RULES, *rules.PATH_RULES, *rules.ROUND_RULES):
+    for rule in (*rules.TREE_RULES, *rules.PATH_RULES, *rules.ROUND_RULES, *rules.GRAMMAR_RULES):
         assert rule.__doc__ and len(rule.__doc__) > 20
