@@ -288,10 +288,12 @@ def _generate_group(
     capacity = -(-request.max_new_tokens // OUTPUT_BUCKET) * OUTPUT_BUCKET
     slots = run.state.cache.capacity
     _announce(engine, progress, f"the {request.algorithm.value} loop", run.plan, len(run.roots), slots, capacity)
-    _, out = decoding.decode_loop(run.plan, run.weights, run.state, run.sampling, run.stop_token_ids, capacity, table)
+    state, out = decoding.decode_loop(
+        run.plan, run.weights, run.state, run.sampling, run.stop_token_ids, capacity, table
+    )
     collected = jax.tree.map(np.asarray, out)
     if isinstance(run.rounds, TableRounds):
-        run.rounds.finish(collected.token_ids, collected.counts)
+        run.rounds.finish(state, collected.token_ids, collected.counts)
     elapsed = time.perf_counter() - run.started
     for row, sequence in enumerate(sequences):
         count = int(collected.counts[row])

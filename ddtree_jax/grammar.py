@@ -306,8 +306,9 @@ class CompiledGrammar:
         """
         from ddtree_jax.grammar_walk import can_complete
 
-        # With every byte a token of its own, only the start can be a dead end.
-        steps = 0 if self.vocabulary.is_byte_complete else 200
+        # With every byte a token of its own that may be text, only the start can be a dead end.
+        is_complete = self.vocabulary.is_byte_complete and not self.vocabulary.is_text[list(self.stop_token_ids)].any()
+        steps = 0 if is_complete else 200
         if can_complete(self.start(), max_steps=steps) is False:
             raise ValueError(
                 f"grammar {self.grammar.kind}: admits no text that this model's tokens can write, before one of the "

@@ -21,6 +21,7 @@ from jax.experimental import checkify
 from ddtree_jax import decoding
 from ddtree_jax.algorithm import capabilities
 from ddtree_jax.errors import InvariantError
+from ddtree_jax.grammar_automaton import NO_STATE, TokenAutomaton
 from ddtree_jax.grammar_tree import FilteredTree, filtered_chain, filtered_tree
 from ddtree_jax.grammar_walk import SequenceGrammar
 from ddtree_jax.sampling import SamplingParams
@@ -60,61 +61,86 @@ class GrammarRounds:
 
     def begin(self, state: RoundState) -> RoundState:
         """Takes the first tokens, which prefill chose; returns the state that the first round starts from."""
-        roots, finished = jax.device_get((state.root_token_ids, state.finished))
-        return self._account(state, roots[:, None], np.ones((len(roots),), np.int32), finished)
+        roots, remaining, finished = jax.device_get((state.root_token_ids, state.remaining, state.finished))
+        return self._account(state, roots[:, None], np.ones((len(roots),), np.int32), remaining, finished)
 
     def _account(
-        self, state: RoundState, token_ids: np.ndarray, counts: np.ndarray, finished: np.ndarray
+        self,
+        state: RoundState,
+        token_ids: np.ndarray,
+        counts: np.ndarray,
+        remaining: np.ndarray,
+        finished: np.ndarray,
     ) -> RoundState:
         """Moves the grammars by the emitted tokens, and finishes the sequences that can not go on."""
-        failed = np.zeros_like(finished)
         for row, grammar in enumerate(self.grammars):
-            if grammar is None or self._finished[row] or row in self.failures:
+            if grammar is None or self._finished[row]:
                 continue
             try:
-                grammar.advance(token_ids[row, : counts[row]])
-                if not finished[row] and grammar.is_dead:
+                grammar.advance(token_ids[row, : counts[row]].tolist())
+                if remaining[row] > 0 and not grammar.is_finished and grammar.is_dead:
                     self.failures[row] = Failure("dead_end", DEAD_END)
             except ValueError as error:
-                self.failures[row] = Failure("error", str(error))
-            failed[row] = row in self.failures
+                if not finished[row]:  # what is over needs no state any more
+                    self.failures[row] = Failure("error", str(error))
+        return self._finish_failed(state, finished)
+
+    def _finish_failed(self, state: RoundState, finished: np.ndarray) -> RoundState:
+        """The state in which the sequences that failed are finished."""
+        failed = np.isin(np.arange(len(finished)), list(self.failures))
         self._finished = finished | failed
         if np.any(failed & ~finished):
             state = dataclasses.replace(state, finished=state.finished | jnp.asarray(failed))
         return state
 
 
+class _TableSequence:
+    """A sequence's place in its table; what `GrammarRounds` asks of a grammar."""
+
+    def __init__(self, automaton: TokenAutomaton):
+        self._automaton = automaton
+        self.state = 0
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            self.state = self._automaton.step(self.state, token)
+            if self.state == NO_STATE:
+                raise InvariantError(f"token {token} was emitted and the grammar does not allow it there")
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state == self._automaton.num_states - 1
+
+    @property
+    def is_dead(self) -> bool:
+        return not np.any(self._automaton.allowed[self.state])
+
+
 class TableRounds(GrammarRounds):
     """Rounds whose grammars are tables on the device."""
 
     def __init__(self, plan: decoding.Plan, grammars: Grammars, vocab_size: int):
-        super().__init__(plan, grammars)
-        self._automata = [None if one is None else one.compiled.automaton for one in self.grammars]
-        self.table: TokenTable = stack_tables(self._automata, vocab_size)
+        automata = [None if one is None else one.compiled.automaton for one in grammars]
+        super().__init__(plan, [None if one is None else _TableSequence(one) for one in automata])
+        self.table: TokenTable = stack_tables(automata, vocab_size)
         self._step = round_runner(plan, decoding.run_round, decoding.round_step)
 
     def begin(self, state: RoundState) -> RoundState:
-        roots = np.asarray(state.root_token_ids)
-        states = [
-            0 if automaton is None else automaton.step(0, int(root))
-            for automaton, root in zip(self._automata, roots, strict=True)
-        ]
-        state = dataclasses.replace(super().begin(state), grammar=jnp.asarray(states, jnp.int32))
-        return state
+        state = super().begin(state)
+        places = np.array([0 if one is None else one.state for one in self.grammars], np.int32)
+        # As the other fields lie, so that the first round is the same program as the later ones.
+        return dataclasses.replace(state, grammar=jax.device_put(places, state.root_token_ids.sharding))
 
-    def finish(self, token_ids: np.ndarray, counts: np.ndarray) -> None:
-        """Takes all the tokens that a device loop emitted after the first."""
-        for row, grammar in enumerate(self.grammars):
-            if grammar is not None and not self._finished[row]:
-                grammar.advance(token_ids[row, : counts[row]])
-                if not grammar.is_finished and grammar.is_dead:
-                    self.failures[row] = Failure("dead_end", DEAD_END)
+    def finish(self, state: RoundState, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """Takes all the tokens that a device loop emitted after the first, and the state that it ended in."""
+        self._account(state, token_ids, counts, *jax.device_get((state.remaining, state.finished)))
 
     def __call__(
         self, weights: decoding.Weights, state: RoundState, sampling: SamplingParams, stop_token_ids: jax.Array
     ) -> tuple[RoundState, RoundOutput]:
         state, out = self._step(weights, state, sampling, stop_token_ids, self.table)
-        return self._account(state, *jax.device_get((out.token_ids, out.counts, state.finished))), out
+        emitted = jax.device_get((out.token_ids, out.counts, state.remaining, state.finished))
+        return self._account(state, *emitted), out
 
 
 class HostRounds(GrammarRounds):
@@ -137,12 +163,13 @@ class HostRounds(GrammarRounds):
     ) -> tuple[RoundState, RoundOutput]:
         plan = self.plan
         live = [row for row, one in enumerate(self.grammars) if one is not None and not self._finished[row]]
-        with_tree = not self._filtered or len(live) < len(self.grammars)
+        # Told by who there is, not by who still runs: each of the two is another program.
+        with_tree = not self._filtered or None in self.grammars
         tree, candidates = decoding.draft_step(
-            plan, weights, state, with_candidates=self._filtered and bool(live), with_tree=with_tree
+            plan, weights, state, with_candidates=self._filtered, with_tree=with_tree
         )
         # The target's pass is launched as soon as its tree is known; the host's work below runs beside it.
-        if self._filtered and live:
+        if self._filtered:
             filtered = self._filter(live, candidates)
             tree = self._merged(filtered, tree)
             verified = decoding.verify_step(plan, weights, state, tree)
@@ -160,16 +187,12 @@ class HostRounds(GrammarRounds):
                 rows[row] = visit()
             except ValueError as error:
                 self.failures[row] = Failure("error", str(error))
-        self._finished[list(self.failures)] = True
-        if self.failures:
-            failed = np.isin(np.arange(len(self.grammars)), list(self.failures))
-            state = dataclasses.replace(state, finished=state.finished | jnp.asarray(failed))
+        state = self._finish_failed(state, self._finished)
         state, out = self._finish(weights, state, tree, verified, rows, sampling, stop_token_ids)
-        token_ids, counts, finished, roots = jax.device_get(
-            (out.token_ids, out.counts, state.finished, state.root_token_ids)
+        self._roots, *emitted = jax.device_get(
+            (state.root_token_ids, out.token_ids, out.counts, state.remaining, state.finished)
         )
-        self._roots = roots
-        return self._account(state, token_ids, counts, finished), out
+        return self._account(state, *emitted), out
 
     def _filter(self, live: list[int], candidates: tuple[jax.Array, jax.Array]) -> dict[int, FilteredTree]:
         log_probs, token_ids = jax.device_get(candidates)

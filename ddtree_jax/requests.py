@@ -291,7 +291,7 @@ def _grammar(grammar: Any) -> Grammar | list[Grammar | None] | None:
         raise ValueError(
             f"grammar: got {type(grammar).__name__}, allowed is a ddtree_jax.Grammar, or a list of one or None a prompt"
         )
-    return list(grammar)
+    return list(grammar) if any(grammar) else None
 
 
 def _grammar_implementation(name: Any, grammar: Any) -> str:

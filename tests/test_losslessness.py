@@ -94,7 +94,14 @@ def test_plain_decoding_is_the_argmax_of_the_full_forward(few: Decoder, few_plai
     assert few.plain_logits(1, token_ids).argmax(-1).tolist() == token_ids
 
 
-@pytest.mark.parametrize(("algorithm", "budget"), [("dflash", 0), ("ddtree", 4), ("ddtree", 32)])
+@pytest.mark.parametrize(
+    ("algorithm", "budget"),
+    [
+        pytest.param("dflash", 0, marks=pytest.mark.slow),
+        pytest.param("ddtree", 4, marks=pytest.mark.slow),
+        ("ddtree", 32),
+    ],
+)
 def test_greedy_output_is_that_of_plain_decoding(few: Decoder, few_plain, algorithm: str, budget: int) -> None:
     results = few(algorithm, budget, batch=3)
     few.assert_same(results, few_plain, f"{algorithm} budget {budget}, batch 3")

@@ -82,6 +82,7 @@ def random_engine(tmp_path_factory):
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_a_random_pair_with_many_experts(random_engine, temperature):
     rng = np.random.default_rng(8)

@@ -156,7 +156,10 @@ def root_is_newest_token(before, after, output) -> jax.Array:
 
 
 def emitted_tokens_allowed(tree: DraftTree, path: AcceptedPath, rows: jax.Array, active: jax.Array) -> jax.Array:
-    """Of a running sequence each token of the path, and the bonus, is allowed by the row of the node before it."""
+    """Of a running sequence each token of the path, and the bonus, is allowed by the row of the node before it.
+
+    A row that allows nothing has no bonus.
+    """
     nodes = _safe(path.node_ids, tree.num_slots)
     after = jnp.take_along_axis(tree.token_ids, nodes, axis=1)[:, 1:]
     index = jnp.arange(path.node_ids.shape[1], dtype=jnp.int32)[None, :]
@@ -164,7 +167,8 @@ def emitted_tokens_allowed(tree: DraftTree, path: AcceptedPath, rows: jax.Array,
     tokens = jnp.where(index == path.length[:, None] - 1, path.bonus_token_ids[:, None], after)
     words = jnp.take_along_axis(rows, nodes[:, :, None], axis=1)
     word = jnp.take_along_axis(words, jnp.clip(tokens >> 5, 0, rows.shape[2] - 1)[:, :, None], axis=2)[:, :, 0]
-    return ~active | _all(~_on_path(path) | (((word >> (tokens & 31)) & 1) == 1))
+    has_no_bonus = (index == path.length[:, None] - 1) & ~jnp.any(words != 0, axis=2)
+    return ~active | _all(~_on_path(path) | has_no_bonus | (((word >> (tokens & 31)) & 1) == 1))
 
 
 TREE_RULES: tuple[Callable[[DraftTree], jax.Array], ...] = (

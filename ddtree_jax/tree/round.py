@@ -116,7 +116,7 @@ class RoundOutput:
       counts: int32[B], tokens emitted after cutting at the first stop token (which is kept) and at
         `remaining`; 0 for sequences that had finished before.
       acceptance_lengths: int32[B], tokens of the round before cutting, the bonus included; 0 for finished
-        sequences.
+        sequences. One less where a grammar allows nothing after the last node: the sequence is then finished.
       stopped: bool[B], the last emitted token is a stop token.
       tree: the round's tree.
       path: the round's accepted path, before cutting.
@@ -222,17 +222,20 @@ def finish_round(
 
     token_ids = _emitted_token_ids(tree, path)
     active = ~state.finished & (state.remaining > 0)
-    counts, stopped = _cut(token_ids, path.length, stop_token_ids, jnp.where(active, state.remaining, 0))
+    # Where the last node's row allows nothing there is no bonus: the sequence ends on the node.
+    is_dead_end = jnp.zeros_like(active) if rows is None else active & _ends_in_nothing(path, rows)
+    length = path.length - is_dead_end
+    counts, stopped = _cut(token_ids, length, stop_token_ids, jnp.where(active, state.remaining, 0))
     with jax.named_scope("commit"):
         cache, draft_cache = fns.commit(state.cache, state.draft_cache, verified, path.node_ids, counts)
 
     newest = jnp.take_along_axis(token_ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     remaining = state.remaining - counts
-    finished = state.finished | stopped | (remaining <= 0)
+    finished = state.finished | stopped | (remaining <= 0) | is_dead_end
     grammar = state.grammar
     if fns.advance is not None:
         grammar, stuck = fns.advance(grammar, token_ids, counts)
-        finished = finished | stuck
+        finished = finished | checks.as_bool(stuck, "stuck of fns.advance", (batch,), "B")
     new_state = RoundState(
         cache=cache,
         draft_cache=draft_cache,
@@ -247,7 +250,7 @@ def finish_round(
     output = RoundOutput(
         token_ids=token_ids,
         counts=counts,
-        acceptance_lengths=jnp.where(active, path.length, 0),
+        acceptance_lengths=jnp.where(active, length, 0),
         stopped=stopped,
         tree=tree,
         path=path,
@@ -259,6 +262,13 @@ def finish_round(
         if rows is not None:
             invariants.check_grammar(tree, path, rows, active)
     return new_state, output
+
+
+def _ends_in_nothing(path: AcceptedPath, rows: jax.Array) -> jax.Array:
+    """bool[B]: the grammar row int32[B, N, W] of the path's last node allows no token."""
+    last = jnp.take_along_axis(path.node_ids, path.length[:, None] - 1, axis=1)
+    words = jnp.take_along_axis(rows, jnp.maximum(last, 0)[:, :, None], axis=1)[:, 0]
+    return ~jnp.any(words != 0, axis=-1)
 
 
 def _check_state(state: RoundState) -> None:

@@ -118,6 +118,12 @@ def text_engine(small_engine):
     return dataclasses.replace(small_engine, tokenizer=tokenizer, name="small-text")
 
 
+@pytest.fixture(scope="session")
+def text_dflash2_engine(text_engine, small_dflash2_engine):
+    """`text_engine` with the random DFlash2 drafter."""
+    return dataclasses.replace(small_dflash2_engine, tokenizer=text_engine.tokenizer, name="small-text-dflash2")
+
+
 @pytest.fixture(scope="module")
 def quick_compilation(request):
     """Programs compiled with few optimisations: where a program runs once or twice, compilation is all the time."""

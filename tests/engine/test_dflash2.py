@@ -237,6 +237,7 @@ def test_the_first_round_is_the_tree_of_the_selectors_pairs(small_dflash2_engine
     np.testing.assert_allclose(tree.log_probs, [node.log_prob for node in expected], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_runs(folders):
     target = make_target(TARGET, dtype="bfloat16")
     drafter = dflash2_noise(make_drafter(DRAFTER2, target), conv=0.3, pairs=1.0)

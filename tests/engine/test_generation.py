@@ -119,6 +119,7 @@ def test_debug_mode_stops_at_a_broken_rule(small_engine, monkeypatch):
         ddtree_jax.generate(small_engine, PROMPTS[0], NEW, "ddtree", 4, stop_token_ids=[], debug=True)
 
 
+@pytest.mark.slow
 def test_more_prompts_than_a_batch(small_engine, greedy, monkeypatch):
     from ddtree_jax import generation
 

@@ -87,6 +87,28 @@ def test_sampled_output_is_the_same_for_every_algorithm_and_implementation(text_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "implementation"), [("dflash", "host"), ("ddtree", "host"), ("ddtree", "table")])
+def test_pair_scores_draft_under_grammars_too(text_dflash2_engine, plain, algorithm, implementation):
+    grammars, expected = GRAMMARS, plain
+    if implementation == "table":
+        grammars = [GRAMMARS[0], Grammar.regex("[a-f]{4,12}"), None]
+        expected = grammar_oracle.greedy(text_dflash2_engine, PROMPTS, grammars, NEW, STOPS)
+    results = run(text_dflash2_engine, algorithm, 15, implementation, grammars=grammars)
+    assert [r.token_ids for r in results] == expected
+
+
+@pytest.mark.slow
+def test_more_prompts_than_a_batch(text_engine, plain, monkeypatch):
+    """The last group is filled with rows of no request."""
+    from ddtree_jax import generation
+
+    monkeypatch.setattr(generation, "MAX_BATCH", 2)
+    for implementation in ("host", "unfiltered"):
+        results = run(text_engine, "ddtree", 15, implementation)
+        assert [r.token_ids for r in results] == plain
+
+
+@pytest.mark.slow
 def test_a_free_request_is_unaffected_by_its_neighbours(text_engine):
     alone = ddtree_jax.generate(text_engine, PROMPTS[2], NEW, "ddtree", 15, stop_token_ids=STOPS)
     beside = run(text_engine, "ddtree", 15)[2]
@@ -145,10 +167,59 @@ def test_a_dead_end_ends_its_sequence_and_no_other(text_engine, algorithm, imple
         assert other.finish_reason in ("stop", "length") and other.error is None and len(other.token_ids) > 3
 
 
-def _first(engine, prompt, compiled):
-    logits = grammar_oracle.next_logits(engine, [prompt], 8)[0]
-    allowed = grammar_oracle.allowed_after(compiled, [])
+def _first(engine, prompt, compiled, emitted=()):
+    logits = grammar_oracle.next_logits(engine, [[*prompt, *emitted]], 8)[0]
+    allowed = grammar_oracle.allowed_after(compiled, emitted)
     return max((float(logits[i]), int(i)) for i in range(len(allowed)) if allowed[i])[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "implementation"),
+    [
+        ("ddtree", "host"),
+        ("ddtree", "table"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("none", "table"),
+                ("none", "host"),
+                ("dflash", "host"),
+                ("dflash", "table"),
+                ("ddtree", "unfiltered"),
+            )
+        ),
+    ],
+)
+def test_a_dead_end_below_a_drafted_node_gives_no_bonus(text_engine, algorithm, implementation):
+    """The dead end is met inside a round: the path ends on its node, and the row below that allows no bonus."""
+    trap = Grammar.regex("aa|aqQ" if implementation == "table" else "aa|aq[A-Z]")
+    compiled = grammar_oracle.compiled_for(text_engine, trap, STOPS)
+    a, q = (text_engine.tokenizer.encode(one)[0] for one in "aq")
+    prompt = next(
+        [t, *rest]
+        for t in range(3, 60)
+        for rest in ([5, 8], [9, 2], [30, 31])
+        if _first(text_engine, [t, *rest], compiled, [a]) == q
+    )
+    prompts, grammars = [prompt, *PROMPTS[:2]], [trap, GRAMMARS[0], None]
+    if implementation == "table":
+        grammars[1] = Grammar.choices(["abcab"])
+    dead, alive, free = run(text_engine, algorithm, 15, implementation, prompts, grammars)
+    assert dead.token_ids == [a, q] and (dead.finish_reason, dead.text) == ("dead_end", "aq")
+    assert sum(dead.stats.acceptance_lengths) == 1
+    for other in (alive, free):
+        assert other.finish_reason in ("stop", "length") and other.error is None and len(other.token_ids) > 2
+    chunks = ddtree_jax.stream(
+        text_engine, prompts, NEW, algorithm, 15, grammar=grammars, grammar_implementation=implementation,
+        stop_token_ids=STOPS,
+    )  # fmt: skip
+    last = [chunk for chunk in chunks if chunk.index == 0][-1]
+    assert (last.finish_reason, last.error) == ("dead_end", dead.error)
+    cut = ddtree_jax.generate(
+        text_engine, prompts, 2, algorithm, 15, grammar=grammars, grammar_implementation=implementation,
+        stop_token_ids=STOPS,
+    )  # fmt: skip
+    assert (cut[0].token_ids, cut[0].finish_reason, cut[0].error) == ([a, q], "length", None)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_little_or_no_context(load_golden, reference_target, make_drafter, num_c
     assert largest_error(logits, np.stack(expected)) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_incremental_context_equals_the_whole_context(load_golden, make_drafter):
     target, golden = load_golden("mixed")
     drafter, _, _ = make_drafter(target, **VARIANTS["sliding"])
