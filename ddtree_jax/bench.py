@@ -80,7 +80,7 @@ class BenchRow:
         median of the timed passes.
       speedup: tokens_per_second over that of `none`.
       round_ms: milliseconds of a round by stage, from `profiling.round_breakdown`. Under a grammar "round" alone: the
-        wall time of the timed passes after the first token, over their rounds.
+        wall time of the timed passes after the first token, over their rounds; in a batch each sequence's time counts.
       num_identical: prompts whose tokens are those of `none`.
       num_complete: outputs that ended by a stop token; under a grammar these are whole texts of it.
     """

@@ -108,12 +108,17 @@ def lone_engine(small_engine):
     return dataclasses.replace(small_engine, drafter=None, name="lone")
 
 
-@pytest.fixture(scope="session")
-def text_engine(small_engine):
-    """`small_engine` with a tokenizer of a few characters; token 0 is its stop token."""
+def text_tokenizer():
+    """A tokenizer of a few characters; token 0 is its stop token."""
     kept = "abcdefghijklmnopqrstuvwxyz0123456789-,:{}"
     dropped = "".join(sorted(set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - set(kept + '"Ġ')))
-    tokenizer = make_tiny_tokenizer(drop=dropped)
+    return make_tiny_tokenizer(drop=dropped)
+
+
+@pytest.fixture(scope="session")
+def text_engine(small_engine):
+    """`small_engine` with `text_tokenizer`."""
+    tokenizer = text_tokenizer()
     assert tokenizer.vocab_size <= small_engine.target.config.vocab_size - 1  # the last row is the drafter's mask
     return dataclasses.replace(small_engine, tokenizer=tokenizer, name="small-text")
 

@@ -5,7 +5,8 @@ A process of its own, as the number of devices is fixed before JAX starts:
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.engine.mesh_worker REQUEST
 
 REQUEST is JSON: {"folder": where targets may be written, "cache": folder of compiled programs, "cases": [case, ...]}; a
-case is {"target": one of TARGETS, "mesh": one of MESHES, "batch": n, "runs": [[algorithm, budget, temperature], ...]}.
+case is {"target": one of TARGETS, "mesh": one of MESHES, "batch": n, "runs": [[algorithm, budget, temperature], ...]},
+with "loop" for the device loop as well, with "grammar" for constrained requests.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from ddtree_jax.models.params import drafter_tensors, target_tensors
 from ddtree_jax.models.sharding import EXPERT, TENSOR
 from ddtree_jax.safetensors_files import write_json
 from tests.engine.checkpoint_files import write_checkpoint
-from tests.engine.conftest import DRAFTER, TARGET
+from tests.engine.conftest import DRAFTER, TARGET, text_tokenizer
 
 NEW_TOKENS = 8
 FEW = dataclasses.replace(
@@ -110,7 +111,8 @@ def placed(model: Any, opened: Opened) -> dict[str, Any]:
 def programs() -> int:
     """Programs that the decoding functions have compiled so far."""
     functions = (decoding.start_prefill, decoding.prefill_chunk, decoding.first_token, decoding.round_step)
-    return sum(function._cache_size() for function in (*functions, decoding.decode_loop))
+    functions += (decoding.decode_loop, decoding.draft_step, decoding.verify_step, decoding.finish_step)
+    return sum(function._cache_size() for function in functions)
 
 
 def stream(engine: Any, ids: list[list[int]], algorithm: str, budget: int, temperature: float) -> dict[str, Any]:
@@ -153,7 +155,22 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         before = programs()
         ddtree_jax.generate(engine, prompts(case["batch"], 1, vocab), NEW_TOKENS, "ddtree", 6)
         out["again"] += programs() - before
+    if case.get("grammar"):
+        engine = dataclasses.replace(engine, tokenizer=text_tokenizer())
+        out["grammar"] = {kind: constrained(engine, case["batch"], kind, 0) for kind in ("host", "table")}
+        before = programs()
+        for kind in ("host", "table"):
+            constrained(engine, case["batch"], kind, 1)
+        out["again"] += programs() - before
     return out
+
+
+def constrained(engine: Any, batch: int, kind: str, shift: int) -> list[list[int]]:
+    """Tokens of `generate` with a grammar for every other prompt."""
+    grammars = [ddtree_jax.Grammar.regex("[a-f]{2}x[0-9]{2,8}") if row % 2 == 0 else None for row in range(batch)]
+    ids = prompts(batch, shift, engine.target.config.vocab_size)
+    options = {"grammar": grammars, "grammar_implementation": kind, "stop_token_ids": [0]}
+    return [r.token_ids for r in ddtree_jax.generate(engine, ids, NEW_TOKENS, "ddtree", 6, **options)]
 
 
 def main() -> None:

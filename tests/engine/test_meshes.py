@@ -63,7 +63,8 @@ def check(asked, results, replicated=()):
             assert found["trees"] and (which[0] == "none") == all(len(tree[1]) == 1 for tree in found["trees"])
         assert result["programs"] >= 4  # that count is no constant
         assert result["again"] == 0, f"{label}: {result['again']} programs compiled on the second call"
-        assert result.get("loop") == alone.get("loop"), label
+        for part in ("loop", "grammar"):
+            assert result.get(part) == alone.get(part), f"{label}: {part}"
         for part in ("target", "drafter"):
             held = result[part]["held"]
             assert set(held) == {result[part]["said"]}, f"{label}: {part}: {held}, {result[part]['said']} expected"
@@ -85,6 +86,17 @@ DRAFTER_WHOLE = (
     ("drafter", "swapped"),
     ("drafter", "tensor alone"),
 )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_grammars_on_meshes(run):
+    asked = cases("few plain", ["none", "2x4", "1x8"], 2, GREEDY[:1], grammar=True)
+    results = run(asked)
+    check(asked, results, DRAFTER_WHOLE)
+    found = results[0]["grammar"]
+    assert found["host"] == found["table"] and len(found["host"][0]) >= 5
+    assert found["host"][1] == results[0]["runs"][0]["tokens"][1] or 0 in found["host"][1]
 
 
 @pytest.mark.slow
