@@ -98,7 +98,9 @@ def _discard_stdout() -> None:
 
 
 def _print_error(error: Exception | str) -> None:
-    print(f"ddtree-jax: error: {one_line(error, limit=10_000)}", file=sys.stderr)
+    # A name out of somebody's file may hold what a terminal would obey.
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in one_line(error, limit=10_000))
+    print(f"ddtree-jax: error: {text}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -388,8 +390,9 @@ def _run_bench(arguments: argparse.Namespace) -> int:
 def _run_doctor(arguments: argparse.Namespace) -> int:
     from ddtree_jax import doctor
 
-    if arguments.target is None and (arguments.drafter, arguments.mesh) != (None, None):
-        raise _UsageError("argument --target: needed beside --drafter and --mesh")
+    folder_options = (arguments.drafter, arguments.mesh, arguments.dtype, arguments.context, arguments.batch)
+    if arguments.target is None and folder_options != (None, None, "auto", 4096, 1):
+        raise _UsageError("argument --target: needed beside --drafter, --mesh, --dtype, --context and --batch")
     if arguments.target is not None:
         folders = doctor.examine_folders(
             arguments.target,

@@ -10,6 +10,15 @@ def one_line(error: object, limit: int = 300) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def shown(value: object, limit: int = 200) -> str:
+    """`repr` for a message: cut to `limit` characters, and of an integer too long for Python to write out as well."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of more than some thousand digits
+        return f"{type(value).__name__} with a number of thousands of digits"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class CheckpointError(Exception):
     """A model folder cannot be used: a file, config key, tensor, shape or pairing is missing or misfits."""
 

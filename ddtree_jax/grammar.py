@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddtree_jax.errors import UnsupportedRequestError, one_line
+from ddtree_jax.errors import UnsupportedRequestError, one_line, shown
 from ddtree_jax.grammar_bytes import TrieNode, trie
 from ddtree_jax.grammar_empty import lark_admits_nothing, schema_admits_nothing
 from ddtree_jax.tokenizer import Tokenizer
@@ -99,7 +99,11 @@ class Grammar:
         if not isinstance(schema, (dict, bool)):
             raise ValueError(f"grammar json_schema: got a JSON {type(schema).__name__}, allowed is an object")
         _check_json_value(schema)
-        return cls("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False), compact)
+        try:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except ValueError as error:  # an integer too long for Python to write out
+            raise ValueError(f"grammar json_schema: can not be written as JSON: {error}") from None
+        return cls("json_schema", text, compact)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -218,7 +222,7 @@ class GrammarVocabulary:
         stops = tuple(dict.fromkeys(int(i) for i in stop_token_ids))
         if not stops or not all(0 <= i < self.vocab_size for i in stops):
             raise ValueError(
-                f"stop_token_ids: got {list(stops)}, allowed with a grammar are one or more ids in "
+                f"stop_token_ids: got {shown(list(stops))}, allowed with a grammar are one or more ids in "
                 f"[0, {self.vocab_size - 1}]: a text that is complete can only stop"
             )
         compiled = CompiledGrammar(self, grammar, stops)
@@ -312,7 +316,7 @@ class CompiledGrammar:
         if can_complete(self.start(), max_steps=steps) is False:
             raise ValueError(
                 f"grammar {self.grammar.kind}: admits no text that this model's tokens can write, before one of the "
-                f"stop tokens {list(self.stop_token_ids)}"
+                f"stop tokens {shown(list(self.stop_token_ids))}"
             )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ddtree_jax.algorithm import SpeculativeAlgorithm, require, require_drafter, require_recurrent
 from ddtree_jax.engine import Engine
-from ddtree_jax.errors import HybridStateWarning, UnsupportedRequestError
+from ddtree_jax.errors import HybridStateWarning, UnsupportedRequestError, shown
 from ddtree_jax.grammar import CompiledGrammar, Grammar, vocabulary_of
 
 MAX_BUDGET = 1024
@@ -201,7 +201,7 @@ def _is_integer(value: Any) -> bool:
 def _integer(name: str, value: Any, low: int, high: int | None) -> int:
     if not _is_integer(value) or value < low or (high is not None and value > high):
         allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name}: got {value!r}, allowed is an integer {allowed}")
+        raise ValueError(f"{name}: got {shown(value)}, allowed is an integer {allowed}")
     return int(value)
 
 
@@ -215,7 +215,9 @@ def _number(name: str, value: Any, low: float, high: float, *, open_below: bool 
         ok = math.isfinite(number) and low <= number <= high and not (open_below and number == low)
     if not ok:
         upper = "infinity)" if high == math.inf else f"{high:g}]"
-        raise ValueError(f"{name}: got {value!r}, allowed is a number in {'(' if open_below else '['}{low:g}, {upper}")
+        raise ValueError(
+            f"{name}: got {shown(value)}, allowed is a number in {'(' if open_below else '['}{low:g}, {upper}"
+        )
     return float(value)
 
 
@@ -246,7 +248,7 @@ def _one_prompt(engine: Engine, prompt: Any, name: str) -> list[int]:
         raise ValueError(f"{name}: got no tokens, allowed is at least one")
     for token in prompt:
         if not _is_integer(token) or not 0 <= token < size:
-            raise ValueError(f"{name}: got token id {token!r}, allowed are integers in [0, {size - 1}]")
+            raise ValueError(f"{name}: got token id {shown(token)}, allowed are integers in [0, {size - 1}]")
     return [int(token) for token in prompt]
 
 
@@ -254,7 +256,7 @@ def _seed(seed: Any) -> int | list[int]:
     if _is_integer(seed):
         return int(seed)
     if not _is_list(seed) or not all(_is_integer(s) for s in seed):
-        raise ValueError(f"seed: got {seed!r}, allowed is an integer, or a list of them (one a prompt)")
+        raise ValueError(f"seed: got {shown(seed)}, allowed is an integer, or a list of them (one a prompt)")
     return [int(s) for s in seed]
 
 
@@ -270,7 +272,7 @@ def _stop_token_ids(stop_token_ids: Any) -> tuple[int, ...] | None:
     if stop_token_ids is None:
         return None
     if not _is_list(stop_token_ids) or not all(_is_integer(i) and i >= 0 for i in stop_token_ids):
-        raise ValueError(f"stop_token_ids: got {stop_token_ids!r}, allowed is a list of token ids (integers >= 0)")
+        raise ValueError(f"stop_token_ids: got {shown(stop_token_ids)}, allowed is a list of token ids (integers >= 0)")
     return tuple(dict.fromkeys(int(i) for i in stop_token_ids))
 
 
@@ -279,7 +281,7 @@ def _in_vocabulary(engine: Engine, stop_token_ids: tuple[int, ...] | None) -> tu
         return engine.stop_token_ids
     size = engine.target.config.vocab_size
     if stop_token_ids and max(stop_token_ids) >= size:
-        raise ValueError(f"stop_token_ids: got {list(stop_token_ids)}, allowed are token ids in [0, {size - 1}]")
+        raise ValueError(f"stop_token_ids: got {shown(list(stop_token_ids))}, allowed are token ids in [0, {size - 1}]")
     return stop_token_ids
 
 
@@ -295,12 +297,12 @@ def _grammar(grammar: Any) -> Grammar | list[Grammar | None] | None:
 
 
 def _grammar_implementation(name: Any, grammar: Any) -> str:
-    if name not in GRAMMAR_IMPLEMENTATIONS:
+    if not isinstance(name, str) or name not in GRAMMAR_IMPLEMENTATIONS:
         raise ValueError(
-            f"grammar_implementation: got {name!r}, allowed are {', '.join(map(repr, GRAMMAR_IMPLEMENTATIONS))}"
+            f"grammar_implementation: got {shown(name)}, allowed are {', '.join(map(repr, GRAMMAR_IMPLEMENTATIONS))}"
         )
     if name != "auto" and grammar is None:
-        raise ValueError(f"grammar_implementation: got {name!r} without a grammar, allowed is then 'auto'")
+        raise ValueError(f"grammar_implementation: got {shown(name)} without a grammar, allowed is then 'auto'")
     return name
 
 
@@ -322,6 +324,6 @@ def _compiled(
             if one.automaton is None:
                 raise ValueError(
                     f"grammar_implementation: got 'table', and this grammar ({grammar.kind}) has no small table; "
-                    "allowed are 'auto' and 'host'"
+                    "allowed are 'auto', 'host' and 'unfiltered'"
                 )
     return [None if one is None else compiled[one] for one in grammars]

@@ -38,6 +38,8 @@ class Tokenizer:
             if not stat.S_ISREG(file.stat().st_mode):
                 raise CheckpointError(f"{file}: not a regular file")
         except FileNotFoundError:
+            if file.is_symlink():  # a broken download, as for the other files
+                raise CheckpointError(f"{file}: a link to nothing; expected a file") from None
             return None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{str(file)!r}: cannot be read: {error}") from None

@@ -153,3 +153,9 @@ def test_a_decoder_that_looks_at_the_token_before(tmp_path):
     tokenizer = Tokenizer(inner)
     decoder = StreamDecoder(tokenizer)
     assert [decoder.push([token_id]) for token_id in (0, 1, 2, 1)] == ["one", " two", "s", " two"]
+
+
+def test_a_link_to_nothing_is_no_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: a link to nothing"):
+        Tokenizer.from_folder(tmp_path)

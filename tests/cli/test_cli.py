@@ -238,6 +238,9 @@ BAD_USAGE = [
     (("bench", "--temperature", "-0.1"), "temperature"),
     (("bench", "--temperature", "1e31"), "temperature"),
     (("doctor", "--drafter", "x"), "--target"),
+    (("doctor", "--dtype", "int3"), "--target"),
+    (("doctor", "--context", "0"), "--target"),
+    (("doctor", "--batch", "-4"), "--target"),
     (("generate", "p", "--regex", "(a"), "grammar regex"),
     (("generate", "p", "--regex", "a", "--json-schema", "x"), "--json-schema"),
     (("generate", "p", "--json-compact"), "--json-compact"),
@@ -296,6 +299,12 @@ def test_a_schema_file_that_is_no_schema_is_told_before_loading(library, capsys,
     file.write_bytes(content)
     status, out, err = run(capsys, "generate", "p", "--json-schema", str(file))
     assert (status, out) == (2, "") and one_line(err) and not library.loads
+
+
+def test_what_a_terminal_would_obey_is_written_out(library, capsys):
+    library.chunks = (CheckpointError("shard \x1b[31mred\x07: no such file é"),)
+    status, _, err = run(capsys, "generate", "p")
+    assert status == 2 and "\\x1b[31mred\\x07: no such file é" in one_line(err)
 
 
 def test_an_output_that_could_not_go_on_is_status_2_after_its_text(library, capsys):

@@ -130,3 +130,25 @@ def test_numpy_prompts_are_taken(small_engine):
     assert prompts(np.array([[1, 2], [3, 4]])) == ([[1, 2], [3, 4]], True)
     assert prompts(([1], (2, 3))) == ([[1], [2, 3]], True)
     assert prompts([7]) == ([[7]], False)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(max_new_tokens=-(10**5000)),
+        dict(temperature=10**5000),
+        dict(budget=10**5000),
+        dict(seed=[10**5000, "x"]),
+        dict(stop_token_ids=[10**5000, -1]),
+        dict(grammar_implementation=np.array(["auto", "host"])),
+    ],
+)
+def test_values_that_cannot_be_written_out_are_named(changed):
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"^{name}: got "):
+        check_arguments(**DEFAULTS | changed)
+
+
+def test_a_prompt_with_an_endless_number(small_engine):
+    with pytest.raises(ValueError, match="^prompt: got token id"):
+        ddtree_jax.generate(small_engine, [1, 10**5000], 4)

@@ -234,3 +234,8 @@ def test_without_the_library(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(UnsupportedRequestError, match=r"pip install 'ddtree-jax\[grammar\]'"):
         Grammar.regex("a")
+
+
+def test_a_number_too_long_to_write_is_named():
+    with pytest.raises(ValueError, match="^grammar json_schema: can not be written as JSON"):
+        Grammar.json_schema({"const": 10**5000})
