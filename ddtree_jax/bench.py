@@ -127,8 +127,6 @@ class BenchReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as values that `json.dumps` takes."""
         values = dataclasses.asdict(self)
-        grammar = self.settings.grammar
-        values["settings"]["grammar"] = None if grammar is None else dataclasses.asdict(grammar)
         for row, source in zip(values["rows"], self.rows, strict=True):
             row["outside_models_ms"] = source.outside_models_ms
             row["outside_models_share"] = source.outside_models_share

@@ -35,6 +35,7 @@ from ddtree_jax.tree import (
     constrained_chain,
     draft_candidates,
     draft_proposal,
+    draft_tree,
     finish_round,
     gather_rows,
     mask_logits,
@@ -44,6 +45,7 @@ from ddtree_jax.tree import (
     state_rows,
     verify_tree,
 )
+from ddtree_jax.tree.build import with_padding
 
 CHUNK_TOKENS = 256  # longest prefill chunk; a prompt of any length runs as a number of these
 MIN_CHUNK_TOKENS = 32
@@ -86,6 +88,11 @@ class Plan:
     def max_depth(self) -> int:
         """Deepest node that a round can accept: the drafter's rows, but no deeper than the tree has nodes."""
         return min(self.draft_depth, self.budget) if capabilities(self.algorithm).branching else self.draft_depth
+
+    @property
+    def num_slots(self) -> int:
+        """N of a round's tree, the root included."""
+        return 1 + (self.budget if capabilities(self.algorithm).branching else self.draft_depth)
 
 
 @jax.tree_util.register_dataclass
@@ -383,16 +390,20 @@ round_step = jax.jit(run_round, static_argnames="plan", donate_argnames="state")
 @functools.partial(jax.jit, static_argnames=("plan", "with_candidates", "with_tree"))
 def draft_step(
     plan: Plan, weights: Weights, state: RoundState, *, with_candidates: bool, with_tree: bool
-) -> tuple[DraftTree | None, tuple[jax.Array, jax.Array] | None]:
-    """The drafter's pass of a round whose rows come from the host: the unfiltered tree, and what to filter."""
+) -> tuple[DraftTree, tuple[jax.Array, jax.Array] | None]:
+    """The drafter's pass of a round whose rows come from the host.
+
+    Returns:
+      The unfiltered tree, or without `with_tree` one of the same size that holds the roots alone; and with
+      `with_candidates` what to filter.
+    """
     functions = round_functions(plan, weights, None)
     proposal = draft_proposal(state, functions)
-    tree = candidates = None
-    if proposal is not None and with_candidates:
-        candidates = filter_candidates(plan, proposal)
+    candidates = filter_candidates(plan, proposal) if with_candidates else None
     if with_tree:
-        root = state.root_token_ids
-        tree = root_tree(root) if functions.build is None else functions.build(proposal, root)
+        tree = draft_tree(state, proposal, functions)
+    else:
+        tree = with_padding(root_tree(state.root_token_ids), plan.num_slots - 1)
     return settle((tree, candidates), plan.target.mesh)
 
 

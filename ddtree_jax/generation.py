@@ -21,7 +21,7 @@ from ddtree_jax.requests import MAX_BATCH, Request, check_request
 from ddtree_jax.sampling import SamplingParams
 from ddtree_jax.stats import Chunk, Result, RoundTree, Stats
 from ddtree_jax.tokenizer import StreamDecoder
-from ddtree_jax.tree import RoundState
+from ddtree_jax.tree import RoundState, grammar_rows
 
 OUTPUT_BUCKET = 128
 
@@ -235,7 +235,7 @@ def _prefill(
     sampled_plan = plan.for_prefill(keep_mode=True)
     prompt = (state.cache, state.draft_cache, state.hidden)
     grammars = [one.start() if one is not None else None for one in compiled] + [None] * (rows - len(group))
-    num_words = -(-engine.target.config.vocab_size // 32)
+    num_words = grammar_rows.num_words(engine.target.config.vocab_size)
     allowed = grammar_rounds.first_rows(grammars, num_words) if any(compiled) else None
     first = decoding.first_token(sampled_plan, weights, *prompt, sampling, stop_token_ids, jnp.asarray(limits), allowed)
     roots = np.array(first.root_token_ids)  # a copy: the state is donated to the next program

@@ -122,7 +122,7 @@ class Grammar:
     def choices(cls, choices: Sequence[str]) -> Grammar:
         """One of the given texts, exactly."""
         if not isinstance(choices, (list, tuple)) or not choices or not all(isinstance(c, str) for c in choices):
-            raise ValueError(f"grammar choices: got {_short(choices)}, allowed is a list of at least one str")
+            raise ValueError(f"grammar choices: got {shown(choices, 80)}, allowed is a list of at least one str")
         if sum(map(len, choices)) + len(choices) > MAX_GRAMMAR_BYTES:
             raise ValueError(f"grammar choices: longer than the {MAX_GRAMMAR_BYTES} bytes allowed")
         return cls("choices", json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False))
@@ -406,11 +406,6 @@ def _literal(text: str) -> str:
     return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):X}}}" for c in text)
 
 
-def _short(value: Any) -> str:
-    text = type(value).__name__ if isinstance(value, (list, tuple)) and len(value) > 8 else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _check_text(kind: str, text: Any) -> None:
     if not isinstance(text, str):
         raise ValueError(f"grammar {kind}: got {type(text).__name__}, allowed is str")
@@ -467,7 +462,7 @@ def _check_json_value(value: Any) -> None:
             elif isinstance(item, float) and np.isfinite(item):
                 continue
             else:
-                raise ValueError(f"grammar json_schema: got {_short(item)}, allowed is what JSON can hold")
+                raise ValueError(f"grammar json_schema: got {shown(item, 80)}, allowed is what JSON can hold")
             seen += len(inner)
             if seen > MAX_GRAMMAR_BYTES:
                 raise ValueError(f"grammar json_schema: longer than the {MAX_GRAMMAR_BYTES} bytes allowed")

@@ -26,7 +26,6 @@ from ddtree_jax.grammar_tree import FilteredTree, filtered_chain, filtered_tree
 from ddtree_jax.grammar_walk import SequenceGrammar
 from ddtree_jax.sampling import SamplingParams
 from ddtree_jax.tree import DraftTree, RoundOutput, RoundState, TokenTable, stack_tables
-from ddtree_jax.tree.base import NO_PARENT
 
 DEAD_END = "grammar: dead end: none of the model's tokens continues the text as the grammar demands"
 
@@ -151,12 +150,7 @@ class HostRounds(GrammarRounds):
         super().__init__(plan, grammars)
         self._num_words = num_words
         self._filtered = filtered and plan.drafter is not None
-        self._roots = np.zeros((len(self.grammars),), np.int32)
         self._finish = round_runner(plan, decoding.run_finish, decoding.finish_step)
-
-    def begin(self, state: RoundState) -> RoundState:
-        self._roots = np.array(state.root_token_ids)
-        return super().begin(state)
 
     def __call__(
         self, weights: decoding.Weights, state: RoundState, sampling: SamplingParams, stop_token_ids: jax.Array
@@ -170,8 +164,9 @@ class HostRounds(GrammarRounds):
         )
         # The target's pass is launched as soon as its tree is known; the host's work below runs beside it.
         if self._filtered:
-            filtered = self._filter(live, candidates)
-            tree = self._merged(filtered, tree)
+            tree, candidates = jax.device_get((tree, candidates))
+            filtered = self._filter(live, tree.token_ids[:, 0], *candidates)
+            tree = _merged(tree, filtered)
             verified = decoding.verify_step(plan, weights, state, tree)
             visits: dict[int, Callable[[], np.ndarray]] = {row: one.rows for row, one in filtered.items()}
         else:
@@ -189,50 +184,32 @@ class HostRounds(GrammarRounds):
                 self.failures[row] = Failure("error", str(error))
         state = self._finish_failed(state, self._finished)
         state, out = self._finish(weights, state, tree, verified, rows, sampling, stop_token_ids)
-        self._roots, *emitted = jax.device_get(
-            (state.root_token_ids, out.token_ids, out.counts, state.remaining, state.finished)
-        )
+        emitted = jax.device_get((out.token_ids, out.counts, state.remaining, state.finished))
         return self._account(state, *emitted), out
 
-    def _filter(self, live: list[int], candidates: tuple[jax.Array, jax.Array]) -> dict[int, FilteredTree]:
-        log_probs, token_ids = jax.device_get(candidates)
-        branching = capabilities(self.plan.algorithm).branching
+    def _filter(
+        self, live: list[int], roots: np.ndarray, log_probs: np.ndarray, token_ids: np.ndarray
+    ) -> dict[int, FilteredTree]:
+        """The filtered drafts of the sequences that still follow a grammar, by row."""
+        make = filtered_chain
+        if capabilities(self.plan.algorithm).branching:
+            make = functools.partial(filtered_tree, budget=self.plan.budget)
         found = {}
         for row in live:
-            asked = self.grammars[row], int(self._roots[row]), log_probs[row], token_ids[row]
             try:
-                found[row] = (
-                    filtered_tree(*asked, self.plan.budget, forced="text")
-                    if branching
-                    else filtered_chain(*asked, forced="text")
-                )
+                found[row] = make(self.grammars[row], int(roots[row]), log_probs[row], token_ids[row], forced="text")
             except ValueError as error:
                 self.failures[row] = Failure("error", str(error))
         return found
 
-    def _merged(self, filtered: dict[int, FilteredTree], tree: DraftTree | None) -> DraftTree:
-        """The batch's tree: the filtered ones, the drafter's own for free sequences, the root alone for the rest."""
-        if tree is None:
-            batch, slots = (
-                len(self.grammars),
-                (self.plan.budget if capabilities(self.plan.algorithm).branching else self.plan.draft_depth) + 1,
-            )
-            fields = {
-                "token_ids": np.zeros((batch, slots), np.int32),
-                "parents": np.full((batch, slots), NO_PARENT, np.int32),
-                "depths": np.zeros((batch, slots), np.int32),
-                "log_probs": np.full((batch, slots), -np.inf, np.float32),
-                "num_nodes": np.ones((batch,), np.int32),
-            }
-            fields["token_ids"][:, 0] = self._roots
-            fields["log_probs"][:, 0] = 0.0
-        else:
-            names = [field.name for field in dataclasses.fields(DraftTree)]
-            fields = {name: np.array(getattr(tree, name)) for name in names}
-        for row, one in filtered.items():
-            for name, values in fields.items():
-                values[row] = getattr(one, name)
-        return DraftTree(**fields)
+
+def _merged(tree: DraftTree, filtered: dict[int, FilteredTree]) -> DraftTree:
+    """The batch's tree with the filtered drafts in their rows."""
+    fields = {field.name: np.array(getattr(tree, field.name)) for field in dataclasses.fields(DraftTree)}
+    for row, one in filtered.items():
+        for name, values in fields.items():
+            values[row] = getattr(one, name)
+    return DraftTree(**fields)
 
 
 def round_runner(plan: decoding.Plan, function: Callable[..., Any], jitted: Callable[..., Any]) -> Callable[..., Any]:

@@ -155,20 +155,16 @@ def root_is_newest_token(before, after, output) -> jax.Array:
     return ~_running(before) | (after.root_token_ids == newest)
 
 
-def emitted_tokens_allowed(tree: DraftTree, path: AcceptedPath, rows: jax.Array, active: jax.Array) -> jax.Array:
+def emitted_tokens_allowed(path: AcceptedPath, token_ids: jax.Array, rows: jax.Array, active: jax.Array) -> jax.Array:
     """Of a running sequence each token of the path, and the bonus, is allowed by the row of the node before it.
 
     A row that allows nothing has no bonus.
     """
-    nodes = _safe(path.node_ids, tree.num_slots)
-    after = jnp.take_along_axis(tree.token_ids, nodes, axis=1)[:, 1:]
+    words = jnp.take_along_axis(rows, _safe(path.node_ids, rows.shape[1])[:, :, None], axis=1)
+    word = jnp.take_along_axis(words, jnp.clip(token_ids >> 5, 0, rows.shape[2] - 1)[:, :, None], axis=2)[:, :, 0]
     index = jnp.arange(path.node_ids.shape[1], dtype=jnp.int32)[None, :]
-    after = jnp.pad(after, ((0, 0), (0, 1)))
-    tokens = jnp.where(index == path.length[:, None] - 1, path.bonus_token_ids[:, None], after)
-    words = jnp.take_along_axis(rows, nodes[:, :, None], axis=1)
-    word = jnp.take_along_axis(words, jnp.clip(tokens >> 5, 0, rows.shape[2] - 1)[:, :, None], axis=2)[:, :, 0]
     has_no_bonus = (index == path.length[:, None] - 1) & ~jnp.any(words != 0, axis=2)
-    return ~active | _all(~_on_path(path) | has_no_bonus | (((word >> (tokens & 31)) & 1) == 1))
+    return ~active | _all(~_on_path(path) | has_no_bonus | (((word >> (token_ids & 31)) & 1) == 1))
 
 
 TREE_RULES: tuple[Callable[[DraftTree], jax.Array], ...] = (
@@ -212,12 +208,13 @@ def check_round(before, after, output) -> None:
     _check(ROUND_RULES, before, after, output)
 
 
-def check_grammar(tree: DraftTree, path: AcceptedPath, rows: jax.Array, active: jax.Array) -> None:
+def check_grammar(path: AcceptedPath, token_ids: jax.Array, rows: jax.Array, active: jax.Array) -> None:
     """Raises for the first of `GRAMMAR_RULES` that some sequence breaks.
 
-    rows: int32[B, N, W], the tokens allowed after each slot; active: bool[B], sequences that emit in this round.
+    token_ids: int32[B, D + 1], the round's tokens as in `RoundOutput`; rows: int32[B, N, W], the tokens allowed after
+    each slot; active: bool[B], sequences that emit in this round.
     """
-    _check(GRAMMAR_RULES, tree, path, rows, active)
+    _check(GRAMMAR_RULES, path, token_ids, rows, active)
 
 
 def _check(rules, *args) -> None:

@@ -1,6 +1,6 @@
 """One round of speculative decoding: draft, build, verify, accept, commit. Model functions are passed in.
 
-`speculative_round` is the whole. Its three steps are functions of their own, for a caller whose grammar rows come from
+`speculative_round` is the whole. Its steps are functions of their own, for a caller whose grammar rows come from
 the host: it draws the tree up, launches the target, works the rows out meanwhile, and ends the round with them.
 """
 
@@ -157,13 +157,13 @@ def speculative_round(
       ValueError: max_depth < 0, or one of `draft` and `build` without the other.
       InvariantError: a constrained batch in a round without grammar rows.
     """
-    tree = draft_tree(state, fns)
+    tree = draft_tree(state, draft_proposal(state, fns), fns)
     verified = verify_tree(state, tree, fns, max_depth=max_depth)
     return finish_round(state, tree, verified, fns, stop_token_ids, max_depth=max_depth, debug=debug)
 
 
 def draft_proposal(state: RoundState, fns: RoundFunctions) -> Any:
-    """What the drafter proposes: the first half of `draft_tree`. None without a drafter."""
+    """What the drafter proposes, None without one. Arguments and errors as for `speculative_round`."""
     # Before any draft work: a constrained batch must not run without its rows.
     require_grammar_rows(fns.algorithm, constrained=state.constrained, has_rows=fns.grammar_rows is not None)
     if (fns.draft is None) != (fns.build is None):
@@ -175,14 +175,13 @@ def draft_proposal(state: RoundState, fns: RoundFunctions) -> Any:
         return fns.draft(state.draft_cache, state.root_token_ids, state.lengths)
 
 
-def draft_tree(state: RoundState, fns: RoundFunctions) -> DraftTree:
-    """The first step: the round's tree. Arguments and errors as for `speculative_round`."""
-    proposal = draft_proposal(state, fns)
+def draft_tree(state: RoundState, proposal: Any, fns: RoundFunctions) -> DraftTree:
+    """The tree of what `draft_proposal` gave."""
     return root_tree(state.root_token_ids) if fns.build is None else fns.build(proposal, state.root_token_ids)
 
 
 def verify_tree(state: RoundState, tree: DraftTree, fns: RoundFunctions, *, max_depth: int) -> Verified:
-    """The second step: the target's pass over a tree. Arguments as for `speculative_round`."""
+    """The target's pass over a tree. Arguments as for `speculative_round`."""
     max_depth = checks.static_int(max_depth, "max_depth", minimum=0)
     batch, slots = checks.check_tree_shapes(tree, "the result of fns.build")
     with jax.named_scope("verify"):
@@ -260,7 +259,7 @@ def finish_round(
         invariants.check_path(tree, path, target_token_ids)
         invariants.check_round(state, new_state, output)
         if rows is not None:
-            invariants.check_grammar(tree, path, rows, active)
+            invariants.check_grammar(path, token_ids, rows, active)
     return new_state, output
 
 

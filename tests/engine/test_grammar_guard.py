@@ -64,7 +64,7 @@ def test_the_round_checks_before_any_draft_work(text_engine, member):
     bound = dataclasses.replace(state, constrained=True)
     for step in (
         lambda: tree_round.speculative_round(bound, watched, stops, max_depth=plan.max_depth),
-        lambda: tree_round.draft_tree(bound, watched),
+        lambda: tree_round.draft_proposal(bound, watched),
         lambda: decoding.round_step(plan, weights, bound, _sampling(), stops),
         lambda: decoding.draft_step(plan, weights, bound, with_candidates=True, with_tree=True),
     ):

@@ -171,16 +171,17 @@ def test_one_corrupted_grammar_row_fires_its_rule(tree, target, node, bit, fires
     path = accept(tree, target, max_depth=4)
     rows = jnp.full((2, 7, 1), -1, jnp.int32)
     active = jnp.asarray([True, True])
-    assert broken(rules.GRAMMAR_RULES, tree, path, rows, active) == []
+    tokens = jnp.asarray([[4, 4, 8, 0, 0]] * 2, jnp.int32)
+    assert broken(rules.GRAMMAR_RULES, path, tokens, rows, active) == []
     wrong = rows.at[1, node, 0].set(~(1 << bit))
-    fired = broken(rules.GRAMMAR_RULES, tree, path, wrong, active)
+    fired = broken(rules.GRAMMAR_RULES, path, tokens, wrong, active)
     assert fired == (["emitted_tokens_allowed"] if fires else [])
     # A sequence that emits nothing in this round breaks nothing.
-    assert broken(rules.GRAMMAR_RULES, tree, path, wrong, jnp.asarray([True, False])) == []
+    assert broken(rules.GRAMMAR_RULES, path, tokens, wrong, jnp.asarray([True, False])) == []
     if fires:
-        assert np.asarray(rules.emitted_tokens_allowed(tree, path, wrong, active)).tolist() == [True, False]
+        assert np.asarray(rules.emitted_tokens_allowed(path, tokens, wrong, active)).tolist() == [True, False]
         with pytest.raises(ValueError, match="emitted_tokens_allowed"):
-            check_grammar(tree, path, wrong, active)
+            check_grammar(path, tokens, wrong, active)
 
 
 def test_checks_raise_with_the_rule_quoted(tree, target):
