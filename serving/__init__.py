@@ -1,0 +1,1 @@
+"""The gRPC server: requests of many users decoded together on one engine."""
