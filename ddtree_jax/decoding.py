@@ -215,10 +215,10 @@ def prefill_chunk(
     draft_cache = state.draft_cache
     if plan.drafter is not None:
         drafter = plan.drafter.merge(weights.drafter)
-        draft_cache = write_rows(draft_cache, drafter.context_rows(out.features, positions), counts)
+        draft_cache = write_rows(draft_cache, drafter.context_rows(out.features, positions), counts, in_order(plan, b))
     last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     state = PrefillState(
-        cache=write_states(write_rows(state.cache, out.rows, counts), out.states, counts),
+        cache=write_states(write_rows(state.cache, out.rows, counts, in_order(plan, b)), out.states, counts),
         draft_cache=draft_cache,
         hidden=jnp.where(counts[:, None] > 0, last, state.hidden),
     )
@@ -290,12 +290,15 @@ def round_functions(
     rows: jax.Array | None = None,
     table: TokenTable | None = None,
     grammar: jax.Array | None = None,
+    slots: jax.Array | None = None,
 ) -> RoundFunctions:
     """The model functions of a round, closed over one pair's weights; called while tracing.
 
     sampling: how tokens are chosen; like `rows`, only the last step of a round needs it.
     rows: int32[B, N, W] from the host, for a plan with grammar "rows".
     table, grammar: the grammars of the batch and int32[B] their states, for a plan with grammar "table".
+    slots: int32[B], where in larger caches the batch's sequences lie: what is committed goes there. None: the caches
+      are the batch's own.
     """
     target = plan.target.merge(weights.target)
     drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
@@ -333,13 +336,16 @@ def round_functions(
         cache: Cache, draft_cache: Cache | None, verified: Verified, node_ids: jax.Array, counts: jax.Array
     ) -> tuple[Cache, Cache | None]:
         rows = gather_rows(verified.rows, node_ids, node_axis=2, batch_axis=1)
+        places = in_order(plan, counts.shape[0]) if slots is None else slots
         if drafter is not None:
             features = gather_rows(verified.features, node_ids, node_axis=1, batch_axis=0)
-            positions = cache.lengths[:, None] + jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None]
+            lengths = cache.lengths if slots is None else jnp.take(cache.lengths, slots)
+            positions = lengths[:, None] + jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None]
             with jax.named_scope("draft_context"):
                 context = drafter.context_rows(features, positions)
-            draft_cache = write_rows(draft_cache, context, counts)
-        return write_states(write_rows(cache, rows, counts), verified.states, counts, node_ids), draft_cache
+            draft_cache = write_rows(draft_cache, context, counts, places)
+        written = write_rows(cache, rows, counts, places)
+        return write_states(written, verified.states, counts, node_ids, slots), draft_cache
 
     def grammar_rows(tree: DraftTree) -> jax.Array:
         if table is None:
@@ -361,6 +367,15 @@ def round_functions(
         advance=advance if plan.grammar == "table" else None,
         algorithm=plan.algorithm,
     )
+
+
+def in_order(plan: Plan, batch: int) -> jax.Array | None:
+    """`slots` for `write_rows` where row i of the batch is sequence i of the cache.
+
+    Named one by one, XLA writes into a donated cache in place; written by None it copies all of it on a CPU. Over a
+    mesh the batch may be split, and then only None keeps each part where it is.
+    """
+    return jnp.arange(batch, dtype=jnp.int32) if plan.target.mesh is None and batch > 1 else None
 
 
 def filter_candidates(plan: Plan, proposal: Any) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -165,42 +165,68 @@ class HostRounds(GrammarRounds):
         # The target's pass is launched as soon as its tree is known; the host's work below runs beside it.
         if self._filtered:
             tree, candidates = jax.device_get((tree, candidates))
-            filtered = self._filter(live, tree.token_ids[:, 0], *candidates)
-            tree = _merged(tree, filtered)
+            tree, visits, failures = filter_drafts(plan, {row: self.grammars[row] for row in live}, tree, candidates)
+            self.failures.update(failures)
             verified = decoding.verify_step(plan, weights, state, tree)
-            visits: dict[int, Callable[[], np.ndarray]] = {row: one.rows for row, one in filtered.items()}
         else:
             verified = decoding.verify_step(plan, weights, state, tree)
-            tokens, parents, counts = jax.device_get((tree.token_ids, tree.parents, tree.num_nodes))
-            visits = {
-                row: functools.partial(_walked, self.grammars[row], tokens[row], parents[row], int(counts[row]))
-                for row in live
-            }
-        rows = np.full((len(self.grammars), tree.token_ids.shape[1], self._num_words), -1, np.int32)
-        for row, visit in visits.items():
-            try:
-                rows[row] = visit()
-            except ValueError as error:
-                self.failures[row] = Failure("error", str(error))
+            visits = tree_walks({row: self.grammars[row] for row in live}, jax.device_get(tree))
+        rows, failures = visited_rows(visits, tree.token_ids.shape, self._num_words)
+        self.failures.update(failures)
         state = self._finish_failed(state, self._finished)
         state, out = self._finish(weights, state, tree, verified, rows, sampling, stop_token_ids)
         emitted = jax.device_get((out.token_ids, out.counts, state.remaining, state.finished))
         return self._account(state, *emitted), out
 
-    def _filter(
-        self, live: list[int], roots: np.ndarray, log_probs: np.ndarray, token_ids: np.ndarray
-    ) -> dict[int, FilteredTree]:
-        """The filtered drafts of the sequences that still follow a grammar, by row."""
-        make = filtered_chain
-        if capabilities(self.plan.algorithm).branching:
-            make = functools.partial(filtered_tree, budget=self.plan.budget)
-        found = {}
-        for row in live:
-            try:
-                found[row] = make(self.grammars[row], int(roots[row]), log_probs[row], token_ids[row], forced="text")
-            except ValueError as error:
-                self.failures[row] = Failure("error", str(error))
-        return found
+
+Visits = dict[int, Callable[[], np.ndarray]]  # row of the batch -> what gives the grammar rows int32[N, W] of its tree
+
+
+def filter_drafts(
+    plan: decoding.Plan,
+    grammars: Mapping[int, SequenceGrammar],
+    tree: DraftTree,
+    candidates: tuple[np.ndarray, np.ndarray],
+) -> tuple[DraftTree, Visits, dict[int, Failure]]:
+    """Keeps the drafts of constrained sequences from what their grammars forbid.
+
+    grammars: by row of the batch, of the sequences that follow one. tree, candidates: from the drafting program, as
+    NumPy arrays.
+
+    Returns:
+      The tree with those sequences' drafts in place of the unfiltered ones, their visits, and what went wrong.
+    """
+    make = filtered_chain
+    if capabilities(plan.algorithm).branching:
+        make = functools.partial(filtered_tree, budget=plan.budget)
+    found, failures = {}, {}
+    for row, grammar in grammars.items():
+        try:
+            root = int(tree.token_ids[row, 0])
+            found[row] = make(grammar, root, candidates[0][row], candidates[1][row], forced="text")
+        except ValueError as error:
+            failures[row] = Failure("error", str(error))
+    return _merged(tree, found), {row: one.rows for row, one in found.items()}, failures
+
+
+def tree_walks(grammars: Mapping[int, SequenceGrammar], tree: DraftTree) -> Visits:
+    """The visits of a tree that was drafted without the grammars, as NumPy arrays."""
+    return {
+        row: functools.partial(_walked, grammar, tree.token_ids[row], tree.parents[row], int(tree.num_nodes[row]))
+        for row, grammar in grammars.items()
+    }
+
+
+def visited_rows(visits: Visits, shape: tuple[int, int], num_words: int) -> tuple[np.ndarray, dict[int, Failure]]:
+    """int32[B, N, W] for trees of `shape` [B, N], where a free sequence allows everything; and what went wrong."""
+    rows = np.full((*shape, num_words), -1, np.int32)
+    failures = {}
+    for row, visit in visits.items():
+        try:
+            rows[row] = visit()
+        except ValueError as error:
+            failures[row] = Failure("error", str(error))
+    return rows, failures
 
 
 def _merged(tree: DraftTree, filtered: dict[int, FilteredTree]) -> DraftTree:

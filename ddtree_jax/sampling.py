@@ -19,7 +19,7 @@ from jax import lax
 from ddtree_jax.thresholds import largest_key, ordered_bits
 from ddtree_jax.tree import checks
 
-MODES = ("greedy", "sample", "filtered")
+MODES = ("greedy", "sample", "filtered", "mixed")
 
 
 @jax.tree_util.register_dataclass
@@ -126,8 +126,8 @@ def choose_tokens(
       emitted: int32[B], new tokens of the sequence so far.
       params: `SamplingParams` of the B sequences. Rows with temperature 0 take the argmax in every mode.
       mode: static. "greedy": argmax of the logits (the smallest id among equals); "sample": temperature only;
-        "filtered": all filters. A row whose filters are off chooses the same token in "sample" and
-        "filtered".
+        "filtered": all filters; "mixed": as "filtered", and as cheap as "greedy" while every temperature is 0.
+        A row whose filters are off chooses the same token in "sample" and "filtered".
       max_depth: static upper bound on `depths`, default N - 1: noise is made for max_depth + 1 depths.
 
     Returns:
@@ -148,17 +148,31 @@ def choose_tokens(
     if mode == "greedy":
         return greedy
 
+    def sampled(with_filters: bool) -> jax.Array:
+        tokens = _sampled(logits, depths, emitted, params, with_filters, min(max_depth, slots - 1))
+        return jnp.where(params.temperature[:, None] > 0.0, tokens, greedy)
+
     with jax.named_scope("choose_tokens"):
-        if mode == "filtered":
-            filtered = filter_logits(logits, params.temperature, params.top_k, params.top_p, params.min_p)
-        else:
-            filtered = _scale(logits, _row_params(logits, temperature=params.temperature)["temperature"])
-        num_depths = min(max_depth, slots - 1) + 1
-        indices = emitted[:, None] + jnp.arange(num_depths, dtype=jnp.int32)[None, :]
-        noise = jax.vmap(jax.vmap(_noise, in_axes=(None, 0, None)), in_axes=(0, 0, None))(params.keys, indices, vocab)
-        node_noise = jnp.take_along_axis(noise, jnp.minimum(depths, num_depths - 1)[:, :, None], axis=1)
-        sampled = jnp.argmax(filtered + node_noise, axis=-1).astype(jnp.int32)
-    return jnp.where(params.temperature[:, None] > 0.0, sampled, greedy)
+        if mode == "mixed":
+            is_sampled = jnp.any(params.temperature > 0.0)
+            return lax.cond(is_sampled, functools.partial(sampled, True), lambda: greedy)
+        return sampled(mode == "filtered")
+
+
+def _sampled(
+    logits: jax.Array, depths: jax.Array, emitted: jax.Array, params: SamplingParams, with_filters: bool, max_depth: int
+) -> jax.Array:
+    """int32[B, N]: draws from clean logits, one row of noise a depth."""
+    if with_filters:
+        filtered = filter_logits(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+    else:
+        filtered = _scale(logits, _row_params(logits, temperature=params.temperature)["temperature"])
+    indices = emitted[:, None] + jnp.arange(max_depth + 1, dtype=jnp.int32)[None, :]
+    noise = jax.vmap(jax.vmap(_noise, in_axes=(None, 0, None)), in_axes=(0, 0, None))(
+        params.keys, indices, logits.shape[-1]
+    )
+    node_noise = jnp.take_along_axis(noise, jnp.minimum(depths, max_depth)[:, :, None], axis=1)
+    return jnp.argmax(filtered + node_noise, axis=-1).astype(jnp.int32)
 
 
 def _noise(key: jax.Array, index: jax.Array, vocab: int) -> jax.Array:

@@ -35,7 +35,26 @@ class Cache:
         return jax.tree.leaves(self.rows)[0].shape[2]
 
 
-def write_rows(cache: Cache, new_rows: Any, counts: jax.Array) -> Cache:
+def take_slots(cache: Cache, slots: jax.Array | None, extent: int) -> Cache:
+    """A copy of the first `extent` positions of some sequences: a cache of W sequences, in the order of `slots`.
+
+    slots: int32[W], distinct places in the batch of `cache`; None: all, in order. extent: static, at most the
+    capacity; reading it must be enough, so `lengths[slots] <= extent`.
+    """
+
+    def take(leaf: jax.Array) -> jax.Array:
+        leaf = leaf[:, :, :extent]
+        return leaf if slots is None else jnp.take(leaf, slots, axis=1)
+
+    picked = (lambda x, axis: x) if slots is None else (lambda x, axis: jnp.take(x, slots, axis=axis))
+    return Cache(
+        rows=jax.tree.map(take, cache.rows),
+        lengths=picked(cache.lengths, 0),
+        states=jax.tree.map(lambda x: picked(x, 1), cache.states),
+    )
+
+
+def write_rows(cache: Cache, new_rows: Any, counts: jax.Array, slots: jax.Array | None = None) -> Cache:
     """Appends the first `counts[b]` of the new rows of each sequence and advances its length.
 
     Args:
@@ -43,11 +62,15 @@ def write_rows(cache: Cache, new_rows: Any, counts: jax.Array) -> Cache:
       new_rows: the same structure, leaves [R, B, T, width], in the order of their positions.
       counts: int32[B], 0 <= counts[b] <= T. Rows beyond it may be written too (slots beyond the new length are dead
         until a later write), never a slot below the old length.
+      slots: int32[W], distinct places in the cache's batch: new_rows and counts are of these W sequences, and the
+        others stay as they are. None: of all, in order.
 
     The capacity must leave room for T rows beyond the longest sequence: `dynamic_update_slice` clamps its start, and
     a clamped start would overwrite committed rows.
     """
     chex.assert_rank(counts, 1)
+    if slots is not None:
+        return _write_some(cache, new_rows, counts, slots)
     lengths = cache.lengths
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -61,7 +84,31 @@ def write_rows(cache: Cache, new_rows: Any, counts: jax.Array) -> Cache:
     return dataclasses.replace(cache, rows=rows, lengths=lengths + counts)
 
 
-def write_states(cache: Cache, new_states: Any, counts: jax.Array, node_ids: jax.Array | None = None) -> Cache:
+def _write_some(cache: Cache, new_rows: Any, counts: jax.Array, slots: jax.Array) -> Cache:
+    chex.assert_equal_shape((counts, slots))
+    at = jnp.stack([slots, jnp.take(cache.lengths, slots)], axis=1)
+    # One window [R, T, width] a sequence, written at (slot, length).
+    dims = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(1,), scatter_dims_to_operand_dims=(1, 2)
+    )
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        windows = jnp.moveaxis(new.astype(old.dtype), 1, 0)
+        return jax.lax.scatter(
+            old, at, windows, dims, unique_indices=True, mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        )
+
+    rows = jax.tree.map(write, cache.rows, new_rows)
+    return dataclasses.replace(cache, rows=rows, lengths=cache.lengths.at[slots].add(counts))
+
+
+def write_states(
+    cache: Cache,
+    new_states: Any,
+    counts: jax.Array,
+    node_ids: jax.Array | None = None,
+    slots: jax.Array | None = None,
+) -> Cache:
     """Replaces the states of each sequence by those after its last committed node.
 
     Args:
@@ -70,6 +117,7 @@ def write_states(cache: Cache, new_states: Any, counts: jax.Array, node_ids: jax
       counts: int32[B], nodes that are committed, 0 <= counts[b] <= T; 0 leaves the states of a sequence as they are.
       node_ids: int32[B, D + 1], the nodes in the order in which they are committed: the last is
         `node_ids[b, counts[b] - 1]`. None: the block is a chunk, committed from its row 0 on.
+      slots: as for `write_rows`.
 
     The number of accepted nodes says nothing about the last one: of a path [0, 2, 5] that is node 5, not node 2.
 
@@ -87,8 +135,11 @@ def write_states(cache: Cache, new_states: Any, counts: jax.Array, node_ids: jax
     pick = jax.vmap(lambda states, at: jax.lax.dynamic_index_in_dim(states, at, 1, keepdims=False), (1, 0), 1)
 
     def replace(old: jax.Array, new: jax.Array) -> jax.Array:
-        chex.assert_equal_shape_prefix((old, new), 2)
+        chex.assert_equal_shape_prefix((old, new), 1)
+        chex.assert_axis_dimension(new, 1, counts.shape[0])
         committed = counts.reshape(1, -1, *[1] * (old.ndim - 2)) > 0
-        return jnp.where(committed, pick(new, last).astype(old.dtype), old)
+        own = old if slots is None else jnp.take(old, slots, axis=1)
+        states = jnp.where(committed, pick(new, last).astype(old.dtype), own)
+        return states if slots is None else old.at[:, slots].set(states)
 
     return dataclasses.replace(cache, states=jax.tree.map(replace, cache.states, new_states))

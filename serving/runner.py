@@ -1,0 +1,285 @@
+"""The device side of the loop: one pool, and its programs called for the sequences that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from ddtree_jax import decoding
+from ddtree_jax import slots as device
+from ddtree_jax.engine import Engine
+from ddtree_jax.grammar_rounds import Failure, filter_drafts, tree_walks, visited_rows
+from ddtree_jax.tree.grammar_rows import num_words
+from serving.jobs import LoopSettings
+from serving.sequences import RunningSequence
+from serving.slots import Place
+
+TIMED_EVERY = 16  # rounds; a round that is timed by stage waits for the device after each
+MIN_CHUNK_TOKENS = 32
+FULL_CHUNK = 0.75  # of a chunk that must be real for it to be preferred to a smaller one
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundResult:
+    """What one round gave each of its sequences, in their order.
+
+    failures: sequences whose grammar cannot go on; they have no tokens in this round.
+    """
+
+    token_ids: list[list[int]]
+    acceptance_lengths: list[int]
+    num_nodes: list[int]
+    failures: dict[int, Failure]
+    width: int
+    stage_s: dict[str, float]
+
+
+def chunk_sizes(largest: int) -> tuple[int, ...]:
+    """The chunk lengths that programs are compiled for, ascending: powers of two."""
+    sizes = [MIN_CHUNK_TOKENS]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes)
+
+
+def chunk_size(remaining: int, largest: int) -> int:
+    """The chunk for a prompt of which `remaining` tokens are left: not one that would be mostly padding."""
+    sizes = chunk_sizes(largest)
+    fitting = next((size for size in sizes if size >= remaining), largest)
+    if remaining >= FULL_CHUNK * fitting or fitting == sizes[0]:
+        return fitting
+    return fitting // 2
+
+
+def widths(num_slots: int) -> tuple[int, ...]:
+    """The batch widths that rounds are compiled for, ascending: powers of two, and all slots."""
+    out = [1]
+    while out[-1] < num_slots:
+        out.append(min(out[-1] * 2, num_slots))
+    return tuple(out)
+
+
+class Runner:
+    """Owns the pool. Not for use by several threads.
+
+    Every method that writes gives the pool to its program: where one raises, `recover` says whether the caches are
+    gone.
+    """
+
+    def __init__(self, engine: Engine, settings: LoopSettings):
+        self.settings = settings
+        self._tokenizer = engine.tokenizer
+        self._num_words = num_words(engine.target.config.vocab_size)
+        algorithm, budget = settings.algorithm, settings.budget
+        self._plan, self._weights = decoding.make_plan(engine, algorithm, budget, device.SAMPLING_MODE)
+        self._grammar_plan = dataclasses.replace(self._plan, grammar="rows")
+        self._prompt_plan = self._plan.for_prefill(keep_mode=True)
+        self.capacity = device.pool_capacity(
+            settings.context_length, settings.chunked_prefill_size, self._plan.max_depth
+        )
+        self._rounds = 0
+        self._pool = self._new_pool()
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Recurrent layers keep the state of one place only, so a front of it cannot be had."""
+        return self.settings.prefix_reuse and self._pool.cache.states is None
+
+    def _new_pool(self) -> device.Pool:
+        return device.make_pool(self._prompt_plan, self._weights, self.settings.max_running_requests, self.capacity)
+
+    def recover(self) -> bool:
+        """After an exception: a new pool, and True, if the old one went into the program that failed."""
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pool)):
+            return False
+        self._pool = self._new_pool()
+        return True
+
+    def open(self, place: Place) -> None:
+        """Starts a sequence in its slot."""
+        copied = 0 if place.source == place.slot or place.length == 0 else place.length
+        extent = device.extent_of(copied, self.capacity) if copied else 0
+        slot, length, source = (np.int32(x) for x in (place.slot, place.length, place.source))
+        self._pool = device.open_slot(self._prompt_plan, self._weights, self._pool, slot, length, source, extent)
+
+    def prefill(self, sequence: RunningSequence) -> int | None:
+        """Runs the next chunk of a prompt; returns the first new token once the prompt is through."""
+        rest = sequence.prompt[sequence.prefilled :]
+        size = chunk_size(len(rest), self.settings.chunked_prefill_size)
+        chunk = np.zeros((1, size), np.int32)
+        count = min(len(rest), size)
+        chunk[0, :count] = rest[:count]
+        self._pool, hidden = device.prefill_slots(
+            self._prompt_plan,
+            self._weights,
+            self._pool,
+            np.array([sequence.slot], np.int32),
+            chunk,
+            np.array([count], np.int32),
+            device.extent_of(sequence.prefilled, self.capacity),
+        )
+        sequence.prefilled += count
+        if sequence.prefilled < len(sequence.prompt):
+            return None
+        rows = None if sequence.grammar is None else sequence.grammar.root_row()[None]
+        root = device.first_tokens(self._prompt_plan, self._weights, hidden, _sampling([sequence], 1), rows)
+        return int(root[0])
+
+    def round(self, sequences: Sequence[RunningSequence]) -> RoundResult:
+        """One round of these sequences, all through with their prompts."""
+        num_slots = self.settings.max_running_requests
+        width = next(w for w in widths(num_slots) if w >= len(sequences))
+        slots = [s.slot for s in sequences]
+        if width == num_slots:
+            at = slots
+        else:
+            at = list(range(len(sequences)))
+            # Rows that only fill the width get slots of their own: rows behind the length of one are no one's.
+            slots += [slot for slot in range(num_slots) if slot not in slots][: width - len(slots)]
+        batch = device.SlotBatch(
+            slots=None if width == num_slots else np.array(slots, np.int32),
+            root_token_ids=_placed(at, [s.token_ids[-1] for s in sequences], width, np.int32, 0),
+            emitted=_placed(at, [len(s.token_ids) for s in sequences], width, np.int32, 0),
+            remaining=_placed(at, [s.remaining for s in sequences], width, np.int32, 0),
+            finished=_placed(at, [False] * len(sequences), width, np.bool_, True),
+        )
+        grammars = {row: s.grammar for row, s in zip(at, sequences, strict=True) if s.grammar is not None}
+        plan = self._grammar_plan if grammars else self._plan
+        extent = device.extent_of(max(s.length for s in sequences), self.capacity)
+        self._rounds += 1
+        clock = _Clock(timed=self._rounds % TIMED_EVERY == 0)
+
+        filtered = bool(grammars) and plan.drafter is not None
+        tree, candidates = device.draft_slots(
+            plan, self._weights, self._pool, batch, extent=extent, with_candidates=filtered
+        )
+        clock.lap("draft", tree)
+        failures: dict[int, Failure] = {}
+        if filtered:
+            tree, candidates = jax.device_get((tree, candidates))
+            tree, visits, failures = filter_drafts(plan, grammars, tree, candidates)
+            clock.lap("grammar")
+        verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
+        rows = None
+        if grammars:
+            # Beside the target's pass.
+            if not filtered:
+                visits = tree_walks(grammars, jax.device_get(tree))
+            rows, more = visited_rows(visits, tree.token_ids.shape, self._num_words)
+            failures |= more
+            clock.lap("grammar")
+        clock.lap("verify", verified)
+        if failures:
+            batch.finished[list(failures)] = True
+        sampling = _sampling(sequences, width, at)
+        self._pool, out = device.finish_slots(plan, self._weights, self._pool, batch, tree, verified, sampling, rows)
+        out = jax.device_get(out)
+        clock.lap("finish")
+        return RoundResult(
+            token_ids=[out.token_ids[row, : out.counts[row]].tolist() for row in at],
+            acceptance_lengths=[int(out.acceptance_lengths[row]) for row in at],
+            num_nodes=[int(out.num_nodes[row]) for row in at],
+            failures={at.index(row): failure for row, failure in failures.items()},
+            width=width,
+            stage_s=clock.seconds(),
+        )
+
+    def warm_up(self, progress: Callable[[str], None], *, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Compiles what short sequences need: every chunk and every width, with and without a grammar.
+
+        Longer sequences need programs of a larger extent, each compiled when the first of them comes. stopped: asked
+        between programs; True ends the warm-up early.
+        """
+        zero = np.zeros((1,), np.int32)
+        extent = device.extent_of(0, self.capacity)
+        grammar_rows = [None] if self._tokenizer is None else [None, -np.ones((1, self._num_words), np.int32)]
+        self.open(Place(0, 0, 0))
+        for size in chunk_sizes(self.settings.chunked_prefill_size):
+            if stopped():
+                return
+            progress(f"compiling prefill of {size} tokens ...")
+            chunk = np.zeros((1, size), np.int32)
+            self._pool, hidden = device.prefill_slots(
+                self._prompt_plan, self._weights, self._pool, zero, chunk, zero + 1, extent
+            )
+            self.open(Place(0, 0, 0))
+        for rows in grammar_rows:
+            device.first_tokens(self._prompt_plan, self._weights, hidden, _sampling([], 1), rows)
+        num_slots = self.settings.max_running_requests
+        for width in widths(num_slots):
+            for plan in (self._plan, self._grammar_plan)[: len(grammar_rows)]:
+                if stopped():
+                    return
+                progress(f"compiling the round of {width} sequences{', grammar' * (plan.grammar != 'none')} ...")
+                self._idle_round(plan, width, None if width == num_slots else np.arange(width, dtype=np.int32), extent)
+        jax.block_until_ready(self._pool)
+
+    def _idle_round(self, plan: decoding.Plan, width: int, slots: np.ndarray | None, extent: int) -> None:
+        batch = device.SlotBatch(
+            slots=slots,
+            root_token_ids=np.zeros((width,), np.int32),
+            emitted=np.zeros((width,), np.int32),
+            remaining=np.zeros((width,), np.int32),
+            finished=np.ones((width,), np.bool_),
+        )
+        constrained = plan.grammar != "none"
+        tree, _ = device.draft_slots(
+            plan,
+            self._weights,
+            self._pool,
+            batch,
+            extent=extent,
+            with_candidates=constrained and plan.drafter is not None,
+        )
+        if constrained and plan.drafter is not None:
+            tree = jax.device_get(tree)
+        verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
+        rows = -np.ones((*tree.token_ids.shape, self._num_words), np.int32) if constrained else None
+        self._pool, _ = device.finish_slots(
+            plan, self._weights, self._pool, batch, tree, verified, _sampling([], width), rows
+        )
+
+
+class _Clock:
+    """Seconds by stage; the ones between start and end only where each stage is waited for."""
+
+    def __init__(self, *, timed: bool):
+        self._timed = timed
+        self._started = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, stage: str, result: object = None) -> None:
+        if self._timed:
+            jax.block_until_ready(result)
+            now = time.perf_counter()
+            self._laps[stage] = self._laps.get(stage, 0.0) + now - self._last
+            self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        return self._laps | {"round": time.perf_counter() - self._started}
+
+
+def _placed(at: Sequence[int], values: Sequence[object], width: int, dtype: type, rest: object) -> np.ndarray:
+    out = np.full((width,), rest, dtype)
+    out[list(at)] = values
+    return out
+
+
+def _sampling(sequences: Sequence[RunningSequence], width: int, at: Sequence[int] | None = None) -> device.SlotSampling:
+    """The sampling of sequences at rows `at` (in order, if not given); other rows are greedy."""
+    at = range(len(sequences)) if at is None else at
+    requests = [s.job.request for s in sequences]
+    key_data = np.zeros((width, 2), np.uint32)
+    for row, sequence in zip(at, sequences, strict=True):
+        key_data[row] = sequence.key_data
+    return device.SlotSampling(
+        temperature=_placed(at, [r.temperature for r in requests], width, np.float32, 0.0),
+        top_k=_placed(at, [r.top_k or 0 for r in requests], width, np.int32, 0),
+        top_p=_placed(at, [1.0 if r.top_p is None else r.top_p for r in requests], width, np.float32, 1.0),
+        min_p=_placed(at, [r.min_p or 0.0 for r in requests], width, np.float32, 0.0),
+        key_data=key_data,
+    )

@@ -1,0 +1,314 @@
+"""The device thread: many requests together give what each gives alone, and every way to end one."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import ddtree_jax
+from ddtree_jax import Grammar
+from ddtree_jax import slots as device
+from serving.engine_loop import DeviceThread
+from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
+from serving.jobs import Failed, Finished
+from tests.serving.conftest import WAIT_S, Listener
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(10, 58, size).tolist() for size in (1, 3, 70, 33, 12, 100, 32, 5)]
+SETTINGS = [
+    {},
+    {"temperature": 1.5, "seed": 11},
+    {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "seed": -3},
+    {"stop_token_ids": []},
+    {"grammar": Grammar.regex("[a-d]{2,6}-[0-9]{3,9}"), "stop_token_ids": [0]},
+    {"grammar": Grammar.regex("[a-z]{1,30}"), "stop_token_ids": [0], "temperature": 1.2, "seed": 5},
+    {"stop_token_ids": list(range(40, 48))},
+    {"temperature": 2.0, "seed": 2**40, "stop_token_ids": []},
+]
+LENGTHS = [20, 1, 35, 7, 20, 24, 30, 13]
+
+
+@pytest.fixture(scope="module")
+def alone(text_engine):
+    """What `generate` gives for each prompt with its settings."""
+    return [
+        ddtree_jax.generate(text_engine, prompt, length, "ddtree", 4, grammar_implementation=implementation, **options)
+        for prompt, length, options in zip(PROMPTS, LENGTHS, SETTINGS, strict=True)
+        for implementation in ["host" if "grammar" in options else "auto"]
+    ]
+
+
+def test_together_as_alone(shared_loop, alone):
+    # Twice as many as there are slots, and then the same in another order: each slot has seen others before.
+    for order in (range(8), (6, 2, 7, 0, 5, 3, 1, 4)):
+        listeners = {i: shared_loop.ask(PROMPTS[i], max_new_tokens=LENGTHS[i], **SETTINGS[i]) for i in order}
+        for i, listener in listeners.items():
+            end = listener.finished()
+            assert listener.token_ids == alone[i].token_ids, i
+            assert end.finish_reason == alone[i].finish_reason
+            assert end.stats.acceptance_lengths == alone[i].stats.acceptance_lengths, i
+            assert end.stats.num_output_tokens == len(alone[i].token_ids)
+            stopped = alone[i].finish_reason == "stop"
+            assert end.matched_stop == (alone[i].token_ids[-1] if stopped else None)
+            assert end.num_accepted_draft_tokens == sum(alone[i].stats.acceptance_lengths) - alone[i].stats.num_rounds
+            assert 1 <= end.mean_tree_size <= 5 or end.stats.num_rounds == 0
+    assert shared_loop.thread.load().running == 0
+    assert max(record.width for record in shared_loop.records.rounds) == 3
+    assert {record.outcome for record in shared_loop.records.requests} >= {"stop", "length"}
+
+
+def test_a_long_prompt_holds_a_stream_up_by_a_chunk_at_most(shared_loop):
+    stream = shared_loop.ask(PROMPTS[0], max_new_tokens=40, stop_token_ids=[])
+    assert stream.first.wait(WAIT_S)
+    before = len(shared_loop.records.prefills)
+    long = shared_loop.ask(RNG.integers(10, 58, 130).tolist(), max_new_tokens=2)
+    long.finished()
+    stream.finished()
+    assert len(shared_loop.records.prefills) - before == 5
+    assert max(shared_loop.records.prefills[before:]) <= 32
+
+
+def test_the_first_round_after_the_warm_up_compiles_nothing(shared_loop):
+    programs = (device.draft_slots, device.verify_slots, device.finish_slots, device.prefill_slots, device.first_tokens)
+    before = [program._cache_size() for program in programs]
+    listeners = [shared_loop.ask(PROMPTS[3], max_new_tokens=9, **SETTINGS[i]) for i in (0, 2, 4)]
+    for listener in listeners:
+        listener.finished()
+    assert [program._cache_size() for program in programs] == before
+
+
+@pytest.mark.parametrize("algorithm", ["none", "dflash"])
+def test_other_algorithms(make_loop, text_engine, algorithm):
+    member = ddtree_jax.SpeculativeAlgorithm.parse(algorithm)
+    loop = make_loop(algorithm=member, budget=0, max_running_requests=2)
+    listeners = [loop.ask(PROMPTS[i], max_new_tokens=12, **SETTINGS[i]) for i in (0, 2, 4)]
+    for i, listener in zip((0, 2, 4), listeners, strict=True):
+        implementation = "host" if "grammar" in SETTINGS[i] else "auto"
+        expected = ddtree_jax.generate(
+            text_engine, PROMPTS[i], 12, algorithm, 0, grammar_implementation=implementation, **SETTINGS[i]
+        )
+        assert listener.finished().stats.acceptance_lengths == expected.stats.acceptance_lengths
+        assert listener.token_ids == expected.token_ids
+
+
+def test_stop_strings_end_the_output_with_the_token_that_completes_them(shared_loop, text_engine):
+    free = shared_loop.ask(PROMPTS[5], max_new_tokens=24, stop_token_ids=[])
+    free.finished()
+    texts = [text_engine.tokenizer.decode(free.token_ids[:n]) for n in range(len(free.token_ids) + 1)]
+    wanted = texts[-1][4:7]
+    expected = next(n for n, text in enumerate(texts) if wanted in text)
+    stopped = shared_loop.ask(PROMPTS[5], max_new_tokens=24, stop_token_ids=[], stop_strings=("\x00", wanted))
+    assert stopped.finished().matched_stop == wanted
+    assert stopped.finished().finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[:expected]
+
+
+def test_E60_a_shared_front_is_not_computed_again_and_changes_nothing(make_loop):
+    loop = make_loop()
+    prompt = PROMPTS[5]
+    first = loop.ask(prompt, max_new_tokens=20, stop_token_ids=[])
+    assert first.finished().num_cached_tokens == 0
+    computed = sum(loop.records.prefills)
+    again = loop.ask(prompt, max_new_tokens=20, stop_token_ids=[])
+    assert again.finished().num_cached_tokens == len(prompt) - 1
+    assert sum(loop.records.prefills) == computed + 1
+    assert again.token_ids == first.token_ids
+    # The drafter's context is reused with the target's: else the drafts would be worse.
+    assert again.finished().stats.acceptance_lengths == first.finished().stats.acceptance_lengths
+
+    # A second turn: the answer is part of what is reused, but for its newest token, which is in no cache.
+    turn = prompt + first.token_ids + [20, 21, 22]
+    longer = loop.ask(turn, max_new_tokens=20, stop_token_ids=[])
+    assert longer.finished().num_cached_tokens == len(prompt) + 19
+    fresh = make_loop(prefix_reuse=False).ask(turn, max_new_tokens=20, stop_token_ids=[])
+    assert fresh.finished().num_cached_tokens == 0
+    assert longer.token_ids == fresh.token_ids
+    assert longer.finished().stats.acceptance_lengths == fresh.finished().stats.acceptance_lengths
+    assert 0 < loop.thread.load().cache_hit_rate < 1
+
+
+def test_E60_a_front_is_copied_from_a_sequence_that_still_runs(make_loop, alone):
+    loop = make_loop()
+    running = loop.ask(PROMPTS[5], max_new_tokens=50, stop_token_ids=[])
+    assert running.first.wait(WAIT_S)
+    listeners = [loop.ask(PROMPTS[5][:90] + [tail], max_new_tokens=20, stop_token_ids=[]) for tail in (30, 31)]
+    for tail, listener in zip((30, 31), listeners, strict=True):
+        assert listener.finished().num_cached_tokens == 90
+        again = make_loop(prefix_reuse=False, max_running_requests=1).ask(
+            PROMPTS[5][:90] + [tail], max_new_tokens=20, stop_token_ids=[]
+        )
+        assert listener.finished().stats.acceptance_lengths == again.finished().stats.acceptance_lengths
+        assert listener.token_ids == again.token_ids
+    assert len(running.token_ids) == 50 or not running.ended.is_set()
+
+
+# --- ends that are not the output's own ------------------------------------------------------------------------------
+
+
+class Gate(Listener):
+    """Holds the device thread at the first event of a job until it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+
+    def __call__(self, event):
+        super().__call__(event)
+        assert self.go.wait(WAIT_S)
+
+
+def held(loop, **options):
+    """A running job that holds the device thread after its first token."""
+    gate = Gate()
+    loop.ask(PROMPTS[1], listener=gate, stop_token_ids=[], **options)
+    assert gate.first.wait(WAIT_S)
+    return gate
+
+
+def test_abort_while_waiting_in_prefill_in_decode_twice_and_unknown(shared_loop):
+    gate = held(shared_loop, request_id="decoding", max_new_tokens=60)
+    prefilling = shared_loop.ask(RNG.integers(10, 58, 130).tolist(), request_id="prefilling")
+    others = [shared_loop.ask(PROMPTS[0], max_new_tokens=30, stop_token_ids=[]) for _ in range(2)]
+    waiting = shared_loop.ask(PROMPTS[0], request_id="waiting")
+    for request_id in ("waiting", "unknown", "decoding", "decoding"):
+        shared_loop.thread.abort(request_id)
+    gate.go.set()
+    assert isinstance(gate.error(), CancelledError)
+    assert isinstance(waiting.error(), CancelledError)
+    shared_loop.thread.abort("prefilling")
+    assert isinstance(prefilling.error(), CancelledError)
+    assert prefilling.token_ids == []
+    shared_loop.thread.abort("decoding")  # has ended
+    for other in others:
+        assert other.finished().finish_reason == "length"
+    # The slots are free again, and an id may be used again.
+    assert shared_loop.ask(PROMPTS[0], request_id="decoding", max_new_tokens=2).finished()
+    assert shared_loop.thread.load().running == 0
+
+
+def test_deadlines_are_checked_between_rounds(shared_loop):
+    deadline = time.monotonic() + 0.3
+    gate = held(shared_loop, request_id="late", max_new_tokens=60, deadline=deadline)
+    waiting = shared_loop.ask(PROMPTS[0], deadline=time.monotonic() - 1.0)
+    while time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+    gate.go.set()
+    assert isinstance(gate.error(), DeadlineError)
+    assert isinstance(waiting.error(), DeadlineError)
+    assert [r.outcome for r in shared_loop.records.requests[-2:]].count("DEADLINE_EXCEEDED") == 2
+
+
+def test_the_queue_is_bounded(make_loop):
+    loop = make_loop(max_running_requests=1, max_queued_requests=2)
+    gate = held(loop, max_new_tokens=3)
+    queued = [loop.ask(PROMPTS[0], max_new_tokens=2) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 requests wait, allowed are 2"):
+        loop.ask(PROMPTS[0])
+    with pytest.raises(ValueError, match="in use"):
+        loop.ask(PROMPTS[0], request_id="job-2")
+    gate.go.set()
+    for listener in queued:
+        assert listener.finished()
+    assert loop.ask(PROMPTS[0], max_new_tokens=2).finished()
+
+
+def test_H80_loading_draining_and_stopped_refuse_and_running_requests_end(make_loop):
+    loop = make_loop(start=False)
+    with pytest.raises(NotReadyError, match="loading"):
+        loop.ask(PROMPTS[0])
+    loop.thread.start()
+    assert loop.thread.wait_until_ready(WAIT_S)
+    gate = held(loop, max_new_tokens=20)
+    drained = []
+    drain = threading.Thread(target=lambda: drained.append(loop.thread.drain(WAIT_S)))
+    drain.start()
+    while loop.thread.state != "draining":
+        threading.Event().wait(0.01)
+    with pytest.raises(NotReadyError, match="draining"):
+        loop.ask(PROMPTS[0])
+    assert loop.thread.drain(0.0) is False
+    gate.go.set()
+    drain.join(WAIT_S)
+    assert drained == [True]
+    assert gate.finished().finish_reason == "length"
+    loop.thread.stop()
+    loop.thread.stop()
+    with pytest.raises(NotReadyError, match="stopped"):
+        loop.ask(PROMPTS[0])
+
+
+def test_H80_stop_cuts_what_runs_and_what_waits(make_loop):
+    loop = make_loop(max_running_requests=1)
+    gate = held(loop, max_new_tokens=60)
+    waiting = loop.ask(PROMPTS[0])
+    stopper = threading.Thread(target=loop.thread.stop)
+    stopper.start()
+    while loop.thread.state != "stopped":
+        threading.Event().wait(0.01)
+    gate.go.set()
+    stopper.join(WAIT_S)
+    assert isinstance(gate.error(), NotReadyError)
+    assert isinstance(waiting.error(), NotReadyError)
+
+
+@pytest.mark.parametrize("program", ["draft_slots", "finish_slots", "prefill_slots", "open_slot"])
+@pytest.mark.parametrize("donated", [False, True])
+def test_a_fault_ends_those_it_hit_and_no_others(make_loop, monkeypatch, alone, program, donated):
+    loop = make_loop()
+    real = getattr(device, program)
+    broken = threading.Event()
+
+    def faulty(*args, **kwargs):
+        if not broken.is_set():
+            return real(*args, **kwargs)
+        broken.clear()
+        if donated:
+            real(*args, **kwargs)
+        raise RuntimeError("a secret of the program")
+
+    monkeypatch.setattr(device, program, faulty)
+    gate = held(loop, request_id="hit", max_new_tokens=60)
+    broken.set()
+    other = loop.ask(PROMPTS[3], request_id="other", max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    gate.go.set()
+    if program in ("draft_slots", "finish_slots"):
+        assert isinstance(gate.error(), InternalError)
+        assert "hit" in str(gate.error())
+        assert "secret" not in str(gate.error())
+        # In prefill when the caches went: it began anew.
+        assert other.finished().stats.acceptance_lengths == alone[3].stats.acceptance_lengths
+        assert other.token_ids == alone[3].token_ids
+    else:
+        assert isinstance(other.error(), InternalError)
+        # The caches are lost where the program had them, and with them the other stream.
+        assert isinstance(gate.wait(), Failed if donated else Finished)
+    after = loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    assert after.finished() and after.token_ids == alone[3].token_ids
+    assert loop.thread.load().running == 0
+    assert loop.thread.state == "ready"
+
+
+def test_a_listener_that_raises_harms_nobody(shared_loop):
+    def raising(event):
+        raise RuntimeError("listener")
+
+    shared_loop.ask(PROMPTS[0], max_new_tokens=5, listener=raising)
+    assert shared_loop.ask(PROMPTS[0], max_new_tokens=5).finished()
+
+
+def test_an_engine_that_cannot_start_refuses(text_engine, make_loop, monkeypatch):
+    loop = make_loop(start=False)
+    monkeypatch.setattr(device, "make_pool", lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
+    loop.thread.start()
+    assert loop.thread.wait_until_ready(WAIT_S) is False
+    assert loop.thread.state == "stopped"
+    with pytest.raises(NotReadyError):
+        loop.ask(PROMPTS[0])
+
+
+def test_a_thread_that_never_started_can_be_stopped(text_engine, make_loop):
+    loop = make_loop(start=False)
+    assert isinstance(loop.thread, DeviceThread)
+    loop.thread.stop()
+    assert loop.thread.state == "stopped"

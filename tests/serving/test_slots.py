@@ -1,0 +1,127 @@
+"""Slots, chunks, widths and stop strings: the host's bookkeeping."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddtree_jax import slots as device
+from serving import runner
+from serving.sequences import StopStrings
+from serving.slots import MIN_REUSED_TOKENS, Place, SlotTable
+from tests.engine.conftest import text_tokenizer
+
+FRONT = list(range(MIN_REUSED_TOKENS))
+
+
+def test_slots_are_taken_in_the_order_in_which_they_were_given_back():
+    table = SlotTable(3, prefix_reuse=True)
+    assert [table.acquire([1]).slot for _ in range(3)] == [0, 1, 2]
+    assert table.acquire([1]) is None
+    table.release(2)
+    table.release(0)
+    assert [table.acquire([1]).slot for _ in range(2)] == [2, 0]
+    with pytest.raises(ValueError, match="free already"):
+        table.release(1)
+        table.release(1)
+
+
+def test_a_front_is_reused_where_it_lies_or_copied():
+    table = SlotTable(3, prefix_reuse=True)
+    assert table.acquire([*FRONT, 99]) == Place(0, 0, 0)
+    table.hold(0, FRONT)
+    # Its owner still runs: a copy, which may not take the last token, whose logits are needed.
+    assert table.acquire(FRONT) == Place(1, 0, 1)
+    assert table.acquire([*FRONT, 98, 97]) == Place(2, len(FRONT), 0)
+    table.release(1)
+    table.release(0)
+    # All that slot 0 holds is reused: there is no second copy of it, although slot 1 is free for longer.
+    assert table.acquire([*FRONT, 98]) == Place(0, len(FRONT), 0)
+    table.hold(0, [*FRONT, 98, 1, 2, 3])
+    table.release(0)
+    # Less than all: the rest stays for others.
+    assert table.acquire([*FRONT, 98, 5]) == Place(1, len(FRONT) + 1, 0)
+
+
+def test_nothing_is_reused_that_is_short_or_gone_or_not_wanted():
+    table = SlotTable(2, prefix_reuse=True)
+    table.hold(0, FRONT)
+    assert table.acquire(FRONT[:-1] + [77, 78]).length == 0
+    table.hold(1, FRONT)
+    table.forget()
+    assert table.acquire([*FRONT, 1]).length == 0
+    table = SlotTable(2, prefix_reuse=False)
+    table.hold(0, FRONT)
+    assert table.acquire([*FRONT, 1]) == Place(0, 0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_a_place_promises_lies_in_its_source(data):
+    table = SlotTable(3, prefix_reuse=True)
+    held = {slot: [] for slot in range(3)}  # what each cache really holds
+    taken = set()
+    for _ in range(data.draw(st.integers(1, 25))):
+        if taken and data.draw(st.booleans()):
+            slot = data.draw(st.sampled_from(sorted(taken)))
+            taken.remove(slot)
+            table.release(slot)
+            continue
+        prompt = [7] * data.draw(st.integers(1, 40)) + data.draw(st.lists(st.integers(0, 1), max_size=20)) + [3]
+        place = table.acquire(prompt)
+        if place is None:
+            assert len(taken) == 3
+            continue
+        assert place.slot not in taken
+        assert place.length < len(prompt)
+        assert held[place.source][: place.length] == prompt[: place.length]
+        assert place.length == 0 or place.length >= MIN_REUSED_TOKENS
+        held[place.slot] = prompt[: place.length] + prompt[place.length :]
+        table.hold(place.slot, held[place.slot])
+        taken.add(place.slot)
+
+
+@given(st.integers(1, 2000), st.sampled_from([32, 64, 256]))
+def test_chunks_come_to_an_end_and_are_of_compiled_sizes(remaining, largest):
+    chunks = 0
+    while remaining > 0:
+        size = runner.chunk_size(remaining, largest)
+        assert size in runner.chunk_sizes(largest)
+        assert remaining >= size or remaining > size / 2 or size == runner.MIN_CHUNK_TOKENS
+        remaining -= size
+        chunks += 1
+    assert chunks <= 2000 // 32 + 4
+
+
+def test_widths_and_extents_end_with_everything():
+    assert runner.widths(1) == (1,)
+    assert runner.widths(6) == (1, 2, 4, 6)
+    assert runner.widths(8) == (1, 2, 4, 8)
+    assert device.extents(200) == (200,)
+    assert device.extents(1025) == (256, 1024, 1025)
+    assert [device.extent_of(n, 1025) for n in (0, 256, 257, 1025)] == [256, 256, 1024, 1025]
+
+
+def test_capacity_leaves_room_for_the_widest_write():
+    capacity = device.pool_capacity(160, 32, 5)
+    assert capacity % 64 == 0
+    assert capacity >= 160 + 32
+
+
+@pytest.mark.parametrize(
+    ("strings", "text", "found"),
+    [
+        (["bc"], "abcd", ("bc", 3)),
+        (["x"], "abcd", None),
+        (["cd", "bc"], "abcd", ("bc", 3)),
+        (["bcd", "cd"], "abcd", ("bcd", 4)),
+        (["aab"], "aaab", ("aab", 4)),
+        (["a"], "ba", ("a", 2)),
+    ],
+)
+def test_stop_strings_are_found_where_they_are_complete(strings, text, found):
+    tokenizer = text_tokenizer()
+    token_ids = [tokenizer.encode(character)[0] for character in text]
+    stops = StopStrings(tokenizer, strings)
+    hits = [(stops.push(token), i) for i, token in enumerate(token_ids, 1)]
+    hits = [hit for hit in hits if hit[0] is not None]
+    assert (hits[0] if hits else None) == found
