@@ -100,7 +100,12 @@ class ServerConfig:
 
     max_running_requests: int = _flag(8, "requests decoded together", group="requests", metavar="N", low=1, high=256)
     max_queued_requests: int = _flag(
-        256, "requests that may wait; one more is refused", group="requests", metavar="N", low=1, high=1_000_000
+        256,
+        "requests that may wait; one more is refused",
+        group="requests",
+        metavar="N",
+        low=0,
+        high=1_000_000,
     )
     context_length: int | None = _flag(
         None,

@@ -1,4 +1,4 @@
-"""Logs as JSON, one object a line on stderr, written by a thread of their own: whoever logs never waits for a reader."""
+"""Logs as JSON, one object a line on stderr, from a thread of their own: whoever logs never waits for a reader."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ddtree_jax.errors import one_line
 from serving.jobs import RequestRecord
 
 LOGGER = "serving"
+LOGGERS = (LOGGER, "ddtree_jax")
 REQUESTS = "serving.requests"
 MAX_WAITING_LINES = 10_000
 # What a client does or asks for is not a failure of the request: these end with their text.
@@ -70,17 +71,20 @@ def logging_to(stream: TextIO | None = None, *, level: str = "info", requests: s
     writer = _Writer(sys.stderr if stream is None else stream)
     writer.setFormatter(JsonFormatter())
     listener = logging.handlers.QueueListener(waiting, writer)
-    messages, lines = logging.getLogger(LOGGER), logging.getLogger(REQUESTS)
-    before = [(logger, logger.level, logger.propagate) for logger in (messages, lines)]
-    messages.setLevel(level.upper())
+    lines = logging.getLogger(REQUESTS)
+    roots = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger, logger.level, logger.propagate) for logger in (*roots, lines)]
     lines.setLevel({"all": logging.INFO, "failed": logging.WARNING, "none": logging.CRITICAL}[requests])
-    messages.propagate = False
-    messages.addHandler(handler)
+    for logger in roots:
+        logger.setLevel(level.upper())
+        logger.propagate = False
+        logger.addHandler(handler)
     listener.start()
     try:
         yield
     finally:
-        messages.removeHandler(handler)
+        for logger in roots:
+            logger.removeHandler(handler)
         listener.stop()
         if handler.dropped:
             text = f"{handler.dropped} log lines were dropped: nobody read them"

@@ -173,7 +173,8 @@ class MetricsServer:
             self._server, self._thread = prometheus_client.start_http_server(port, host, metrics.registry)
         except OSError as error:
             raise ValueError(
-                f"metrics-port: got {port}, which cannot be used at {host} ({error.strerror or error}); give another one"
+                f"metrics-port: got {port}, which cannot be used at {host} ({error.strerror or error}); "
+                "give another one"
             ) from None
         self.port: int = self._server.server_port
 
