@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import time
+import uuid
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -219,7 +220,7 @@ class Client:
           seed: as there, in 32 bits; None lets the server choose one.
           stop: texts that end the output, of which no part is ever shown.
           grammar: a `ddtree_jax.Grammar`.
-          request_id: by which the server's log and `abort` know it; empty: the server makes one up.
+          request_id: by which the server's log and `abort` know it; empty makes one up.
           timeout_s: seconds until the server ends it as DEADLINE_EXCEEDED.
           detokenise: False asks for no tokenizer; the pieces are then empty and tokens come in the result alone.
 
@@ -228,6 +229,7 @@ class Client:
           ServerError: no tokenizer. What the server says of the request comes with the first piece.
         """
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        request_id = request_id or uuid.uuid4().hex
         request = generate_request(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -251,16 +253,22 @@ class Generation:
     """A running generation: iterate over it for its text, piece by piece. Leaving it early cancels it on the server.
 
     Attributes:
+      request_id: by which the server knows it.
       token_ids: those that have come so far.
     """
 
     def __init__(
-        self, call: Any, decoder: StreamDecoder | None, cutter: StopCutter, request_id: str, started: float
+        self,
+        call: Any,
+        decoder: StreamDecoder | None,
+        cutter: StopCutter,
+        request_id: str,
+        started: float,
     ) -> None:
         self._call = call
         self._decoder = decoder
         self._cutter = cutter
-        self._request_id = request_id
+        self.request_id = request_id
         self._started = started
         self._result: Completion | None = None
         self._error: ServerError | None = None
@@ -291,7 +299,7 @@ class Generation:
         if self._error is not None:
             raise self._error
         if self._result is None:
-            raise ServerError(grpc.StatusCode.CANCELLED, "the generation was left early", self._request_id)
+            raise ServerError(grpc.StatusCode.CANCELLED, "the generation was left early", self.request_id)
         return self._result
 
     def _read(self) -> Iterator[str]:
@@ -299,7 +307,7 @@ class Generation:
         first_token_s = None
         end = None
         try:
-            with _errors(self._request_id):
+            with _errors(self.request_id):
                 for response in self._call:
                     new = response.chunk.token_ids
                     if response.WhichOneof("response") == "complete":
@@ -313,7 +321,7 @@ class Generation:
                         yield piece
                 trailing = self._call.trailing_metadata()
             if end is None:
-                raise ServerError(grpc.StatusCode.INTERNAL, "the stream ended without its end", self._request_id)
+                raise ServerError(grpc.StatusCode.INTERNAL, "the stream ended without its end", self.request_id)
             if self._decoder is not None and (piece := self._cutter.push(self._decoder.flush()) + self._cutter.flush()):
                 shown_text.append(piece)
                 yield piece
@@ -322,7 +330,7 @@ class Generation:
             self._error = error
             raise
         finally:
-            self._call.cancel()  # nothing on a call that has ended
+            self.cancel()  # nothing on one that has ended
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
         if self._decoder is None:

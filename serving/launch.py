@@ -26,9 +26,9 @@ def serve(config: ServerConfig, progress: Progress | None) -> int:
     Raises ValueError, CheckpointError or UnsupportedRequestError before anything is served, as
     `serving.startup.check_start`.
     """
+    plan = check_start(config)
     from serving import server
 
-    plan = check_start(config)
     if config.compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
     with contextlib.ExitStack() as stack:

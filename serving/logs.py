@@ -9,6 +9,7 @@ import logging
 import logging.handlers
 import queue
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -19,6 +20,7 @@ LOGGER = "serving"
 LOGGERS = (LOGGER, "ddtree_jax")
 REQUESTS = "serving.requests"
 MAX_WAITING_LINES = 10_000
+LAST_LINES_S = 2.0  # at the end, for what has not been written yet
 # What a client does or asks for is not a failure of the request: these end with their text.
 SUCCESSES = ("stop", "length")
 
@@ -55,6 +57,25 @@ class _Handler(logging.handlers.QueueHandler):
             self.dropped += 1
 
 
+class _Writing(threading.Thread):
+    """Writes what waits. Its end waits for a reader that reads, and not for one that does not."""
+
+    def __init__(self, waiting: queue.Queue[logging.LogRecord | None], handler: logging.Handler) -> None:
+        super().__init__(name="logs", daemon=True)
+        self._waiting, self._handler = waiting, handler
+
+    def run(self) -> None:
+        while (record := self._waiting.get()) is not None:
+            self._handler.handle(record)
+
+    def stop(self) -> bool:
+        """Whether everything has been written."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=LAST_LINES_S)
+        self.join(LAST_LINES_S)
+        return not self.is_alive()
+
+
 class _Writer(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """A stderr that is full or gone must not end the server."""
@@ -70,7 +91,7 @@ def logging_to(stream: TextIO | None = None, *, level: str = "info", requests: s
     handler = _Handler(waiting)
     writer = _Writer(sys.stderr if stream is None else stream)
     writer.setFormatter(JsonFormatter())
-    listener = logging.handlers.QueueListener(waiting, writer)
+    writing = _Writing(waiting, writer)
     lines = logging.getLogger(REQUESTS)
     roots = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level, logger.propagate) for logger in (*roots, lines)]
@@ -79,14 +100,13 @@ def logging_to(stream: TextIO | None = None, *, level: str = "info", requests: s
         logger.setLevel(level.upper())
         logger.propagate = False
         logger.addHandler(handler)
-    listener.start()
+    writing.start()
     try:
         yield
     finally:
         for logger in roots:
             logger.removeHandler(handler)
-        listener.stop()
-        if handler.dropped:
+        if writing.stop() and handler.dropped:
             text = f"{handler.dropped} log lines were dropped: nobody read them"
             writer.handle(logging.LogRecord(LOGGER, logging.WARNING, "", 0, text, None, None))
         handler.close()

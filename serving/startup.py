@@ -27,15 +27,6 @@ DEFAULT_BUDGET_ON_CPU = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class TlsFiles:
-    """PEM texts: the server's key and certificate chain, and the authorities of clients (None: clients need none)."""
-
-    key: bytes
-    certificates: bytes
-    client_authorities: bytes | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """A start that has passed every check, and whose weights have not been read."""
 
@@ -43,20 +34,20 @@ class Plan:
     settings: LoopSettings
     pair: OpenedPair
     capacity: Capacity
-    tls: TlsFiles | None
     remarks: tuple[str, ...] = ()
 
     def report(self) -> str:
         """What would be started, in a few lines."""
         config, settings = self.config, self.settings
         shape = f", budget {settings.budget}" if capabilities(settings.algorithm).branching else ""
+        security = "plaintext" if config.ssl_certfile is None else "TLS"
         metrics = "no metrics" if config.metrics_port is None else f"metrics at port {config.metrics_port}"
         lines = [
             f"model: {config.model_name} ({self.pair.name}), {self.pair.target.dtype.name}",
             f"algorithm: {settings.algorithm.name}{shape}",
             f"requests: {settings.max_running_requests} together, {settings.max_queued_requests} waiting, "
             f"{settings.context_length} tokens each",
-            f"address: {config.host} port {config.port}, {'plaintext' if self.tls is None else 'TLS'}; {metrics}",
+            f"address: {config.host} port {config.port}, {security}; {metrics}",
             *self.capacity.table().splitlines(),
             *self.remarks,
         ]
@@ -71,13 +62,13 @@ def check_start(config: ServerConfig) -> Plan:
       CheckpointError: folders that do not fit, or do not fit into memory.
       UnsupportedRequestError: an algorithm that the target does not allow.
     """
-    tls = read_tls(config)
+    check_tls(config)
     check_address(config)
     check_cache_folder(config.compilation_cache_dir)
     pair = _open(config)
     settings, remarks = loop_settings(config, pair)
     capacity = _check_memory(settings, pair)
-    return Plan(config, settings, pair, capacity, tls, remarks)
+    return Plan(config, settings, pair, capacity, remarks)
 
 
 def _open(config: ServerConfig) -> OpenedPair:
@@ -152,12 +143,12 @@ def _check_memory(settings: LoopSettings, pair: OpenedPair) -> Capacity:
     )
 
 
-def read_tls(config: ServerConfig) -> TlsFiles | None:
-    """The TLS files, which can be read and belong together; None for plaintext."""
+def check_tls(config: ServerConfig) -> None:
+    """ValueError unless the TLS files can be read and belong together."""
     if config.ssl_certfile is None or config.ssl_keyfile is None:
-        return None
-    certificates = _read("ssl-certfile", config.ssl_certfile)
-    key = _read("ssl-keyfile", config.ssl_keyfile)
+        return
+    _read("ssl-certfile", config.ssl_certfile)
+    _read("ssl-keyfile", config.ssl_keyfile)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_no_password)
@@ -166,7 +157,6 @@ def read_tls(config: ServerConfig) -> TlsFiles | None:
             f"ssl-certfile, ssl-keyfile: got {config.ssl_certfile} and {config.ssl_keyfile} ({_reason(error)}), "
             "allowed are a PEM certificate chain and its key without a password"
         ) from None
-    authorities = None
     if config.ssl_ca_certs is not None:
         authorities = _read("ssl-ca-certs", config.ssl_ca_certs)
         try:
@@ -175,7 +165,6 @@ def read_tls(config: ServerConfig) -> TlsFiles | None:
             raise ValueError(
                 f"ssl-ca-certs: got {config.ssl_ca_certs} ({_reason(error)}), allowed are PEM certificates"
             ) from None
-    return TlsFiles(key, certificates, authorities)
 
 
 def _no_password() -> str:

@@ -57,7 +57,7 @@ class FakeServer(vllm_engine_pb2_grpc.VllmEngineServicer):
       end: fields of the end besides its tokens.
       failure: status and details after the chunks, in place of the end.
       hold: waits after the chunks until the client has gone.
-      cancelled: set once the client of a held request has gone.
+      cancelled: set once a client has gone before the end.
       trailing: trailing metadata.
       archive, digest: what GetTokenizer sends; None refuses it with `tokenizer_status`.
     """
@@ -83,22 +83,24 @@ class FakeServer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
         context.set_trailing_metadata(tuple(self.trailing.items()))
-        for token_ids in self.chunks:
-            yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=token_ids, prompt_tokens=3))
-        if self.hold:
+        ended = False
+        try:
+            for token_ids in self.chunks:
+                yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=token_ids, prompt_tokens=3))
             deadline = time.monotonic() + SECONDS
-            while context.is_active() and time.monotonic() < deadline:
-                self.cancelled.wait(0.01)  # nobody sets it: a pause that ends with the test
-            if not context.is_active():
+            while self.hold and context.is_active() and time.monotonic() < deadline:
+                self.cancelled.wait(0.01)  # a pause: nobody sets it meanwhile
+            ended = time.monotonic() >= deadline or not self.hold
+            if self.failure is not None:
+                context.abort(*self.failure)
+            if self.end is not None and not self.hold:
+                ids = [*(i for chunk in self.chunks for i in chunk), *self.last]
+                yield pb.GenerateResponse(
+                    complete=pb.GenerateComplete(output_ids=ids, prompt_tokens=3, cached_tokens=1, **self.end)
+                )
+        finally:  # also where the server finds the client gone while it sends, and drops this
+            if not ended:
                 self.cancelled.set()
-            return
-        if self.failure is not None:
-            context.abort(*self.failure)
-        if self.end is not None:
-            ids = [*(i for chunk in self.chunks for i in chunk), *self.last]
-            yield pb.GenerateResponse(
-                complete=pb.GenerateComplete(output_ids=ids, prompt_tokens=3, cached_tokens=1, **self.end)
-            )
 
     def GetTokenizer(self, request: Any, context: grpc.ServicerContext) -> Iterator[common_pb2.GetTokenizerChunk]:
         self.tokenizer_calls += 1
