@@ -1,4 +1,4 @@
-"""The command line: `ddtree-jax generate | bench | doctor | convert`.
+"""The command line: `ddtree-jax generate | serve | client | bench | doctor | convert`.
 
 Exit status: 0 done; 2 bad usage or input, with exactly one line on stderr; 1 a fault of the program, with its
 traceback; 130 interrupted; 141 the reader of stdout went away.
@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ddtree_jax
 from ddtree_jax.algorithm import ALLOW_HYBRID_UNSAFE, SpeculativeAlgorithm, spoils_recurrent_state
@@ -22,10 +22,13 @@ from ddtree_jax.cli_engine import (
     add_progress_option,
     load_engine,
     mesh_sizes,
+    print_error,
     progress_writer,
 )
 from ddtree_jax.cli_grammar import add_grammar_options, grammar_of
-from ddtree_jax.errors import CheckpointError, UnsupportedRequestError, one_line
+from ddtree_jax.cli_prompt import add_prompt_options, add_sampling_options, prompt_of, token_id_list
+from ddtree_jax.cli_serve import add_client, add_serve
+from ddtree_jax.errors import CheckpointError, UnsupportedRequestError
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -78,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _OUTPUT_ERRNOS:
             return _report_fault()
         _discard_stdout()
-        _print_error(error)
+        print_error(error)
         return BAD_INPUT
     except (_UsageError, *_INPUT_ERRORS) as error:
-        _print_error(error)
+        print_error(error)
         return BAD_INPUT
     except Exception:
         return _report_fault()
@@ -97,12 +100,6 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_error(error: Exception | str) -> None:
-    # A name out of somebody's file may hold what a terminal would obey.
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in one_line(error, limit=10_000))
-    print(f"ddtree-jax: error: {text}", file=sys.stderr)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="ddtree-jax",
@@ -112,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ddtree-jax {ddtree_jax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_generate(commands)
+    add_serve(commands)
+    add_client(commands)
     _add_bench(commands)
     _add_doctor(commands)
     _add_convert(commands)
@@ -125,15 +124,7 @@ def _add_generate(commands: Any) -> None:
         help="continue a prompt and stream the text",
         description="Streams the continuation of PROMPT to stdout, then prints one line of statistics.",
     )
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text; - reads it from stdin")
-    parser.add_argument(
-        "--demo-prompt",
-        type=int,
-        metavar="N",
-        help="use shipped held-out prompt N (0, 1, ...) instead of PROMPT",
-    )
-    parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    add_prompt_options(parser)
     names = ", ".join(member.value for member in SpeculativeAlgorithm)
     parser.add_argument("--algorithm", default="ddtree", metavar="NAME", help=f"{names}; default ddtree")
     parser.add_argument(
@@ -143,18 +134,7 @@ def _add_generate(commands: Any) -> None:
         metavar="N",
         help="tree nodes besides the root (ddtree); default 32",
     )
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the smallest set of this probability")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the most probable one")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    group.add_argument(
-        "--stop-token-ids",
-        type=_token_id_list,
-        metavar="IDS",
-        help="ids separated by commas, instead of the model's own end tokens; '' for none",
-    )
+    add_sampling_options(parser)
     add_grammar_options(parser)
     parser.add_argument("--show-tree", action="store_true", help="draw the last round's tree and its accepted path")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the stream")
@@ -238,48 +218,11 @@ def _budget(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed are an integer >= 0 and auto") from None
 
 
-def _token_id_list(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are integers separated by commas") from None
-
-
 def _budget_list(text: str) -> tuple[int, ...]:
-    budgets = tuple(dict.fromkeys(_token_id_list(text)))
+    budgets = tuple(dict.fromkeys(token_id_list(text)))
     if not budgets:
         raise argparse.ArgumentTypeError("got no budget; give at least one")
     return budgets
-
-
-def _prompt(arguments: argparse.Namespace, stdin: IO[str]) -> str | list[int]:
-    if (arguments.prompt is None) == (arguments.demo_prompt is None):
-        raise _UsageError("argument PROMPT: give either PROMPT (- for stdin) or --demo-prompt")
-    if arguments.demo_prompt is not None:
-        from ddtree_jax.bench import held_out_prompts
-
-        prompts = held_out_prompts()
-        if not 0 <= arguments.demo_prompt < len(prompts):
-            raise ValueError(f"--demo-prompt: got {arguments.demo_prompt}; allowed are 0 to {len(prompts) - 1}")
-        return prompts[arguments.demo_prompt]
-    text = arguments.prompt
-    if text == "-":
-        try:
-            if stdin is None:
-                raise OSError("it is closed")
-            raw = stdin.buffer.read() if hasattr(stdin, "buffer") else stdin.read().encode()
-        except OSError as error:
-            raise ValueError(f"PROMPT: stdin cannot be read: {error}") from None
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"PROMPT: stdin is not UTF-8 text (byte {error.start})") from None
-    if arguments.token_ids:
-        try:
-            return _token_id_list(text)
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"PROMPT: {error}") from None
-    return text
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:
@@ -298,7 +241,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         "grammar": grammar_of(arguments),
     }
     # Bad arguments that need no model are told before the weights load.
-    prompt = _prompt(arguments, sys.stdin)
+    prompt = prompt_of(arguments, sys.stdin)
     asked = check_arguments(**options)
     if arguments.allow_hybrid_unsafe and not spoils_recurrent_state(asked.algorithm, asked.budget):
         raise _UsageError(
@@ -353,7 +296,7 @@ def _status(last: "ddtree_jax.Chunk") -> int:
     if last.error is None:
         return OK
     sys.stdout.flush()
-    _print_error(last.error)
+    print_error(last.error)
     return BAD_INPUT
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import ddtree_jax
 from ddtree_jax.algorithm import ALLOW_HYBRID_UNSAFE
+from ddtree_jax.errors import one_line
 
 if TYPE_CHECKING:
     from ddtree_jax.engine import Engine
@@ -62,6 +63,13 @@ def progress_writer(wanted: bool) -> Callable[[str], None] | None:
         print(f"ddtree-jax: {message}", file=sys.stderr, flush=True)
 
     return say
+
+
+def print_error(error: Exception | str) -> None:
+    """One line on stderr."""
+    # A name out of somebody's file may hold what a terminal would obey.
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in one_line(error, limit=10_000))
+    print(f"ddtree-jax: error: {text}", file=sys.stderr)
 
 
 def mesh_sizes(arguments: argparse.Namespace) -> tuple[int, int] | None:

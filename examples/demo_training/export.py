@@ -98,8 +98,16 @@ def stage_table(records: Iterable[dict]) -> str:
     return "\n".join(rows)
 
 
+# A model that only continues text has no roles: the messages are one text, each on lines of its own.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}
+{%- endfor -%}
+"""
+
+
 def write_tokenizer(tokenizer: Path, folder: Path, end_token: str, max_length: int) -> None:
-    """Copies tokenizer.json and writes the tokenizer_config.json that HF tools read beside it."""
+    """Copies tokenizer.json and writes what HF tools and gateways read beside it."""
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -109,6 +117,7 @@ def write_tokenizer(tokenizer: Path, folder: Path, end_token: str, max_length: i
         "model_max_length": max_length,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def model_card(facts: dict[str, Any]) -> str:

@@ -200,7 +200,17 @@ def test_progress_goes_to_stderr_where_it_is_wanted(library, capsys, monkeypatch
 HYBRID_FLAG = "--speculative-ddtree-allow-hybrid-unsafe"
 BAD_USAGE = [
     ((), "COMMAND"),
-    (("serve",), "serve"),
+    (("served",), "served"),
+    (("serve", "x"), "x"),
+    (("client",), "PROMPT"),
+    (("client", "p", "--unknown"), "--unknown"),
+    (("client", "p", "--timeout", "0"), "--timeout: got 0.0"),
+    (("client", "p", "--regex", "(a"), "grammar regex"),
+    (("client", "p", "--ssl-keyfile", "x"), "--ssl-certfile, --ssl-keyfile"),
+    (("client", "p", "--ssl-keyfile", "x", "--ssl-certfile", "y"), "--tls"),
+    (("client", "p", "--ssl-ca-certs", "/no/such/file"), "/no/such/file cannot be read"),
+    (("client", "p", "--top-k", "0"), "top_k: got 0"),
+    (("client", "p", "--seed", "5000000000"), "seed: got 5000000000"),
     (("convert", "x"), "convert"),
     (("generate",), "PROMPT"),
     (("generate", "p", "--demo-prompt", "0"), "PROMPT"),
@@ -258,10 +268,10 @@ def test_bad_usage_is_one_line_that_names_it(library, capsys, argv, named):
     assert not library.loads
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "doctor", "convert"])
+@pytest.mark.parametrize("command", ["generate", "serve", "client", "bench", "doctor", "convert"])
 def test_regression_g79_no_option_is_dropped_or_run_into_its_neighbour(library, capsys, command):
     """Two flags run together into one word, or a flag that no parser knows, must never be a silent no-op."""
-    given = ("p",) if command == "generate" else ()
+    given = ("p",) if command in ("generate", "client") else ()
     needed = ("--output", "x") if command == "convert" else ()
     for wrong in ("--algorithm=ddtree--budget=4", "--speculative-ddtree-budgets", "--budgetalgorithm"):
         status, out, err = run(capsys, command, *given, *needed, wrong)
@@ -361,7 +371,17 @@ def test_an_interrupt_is_quiet(library, capsys):
     assert run(capsys, "generate", "p") == (130, "one ", "")
 
 
-@pytest.mark.parametrize("argv", [("--help",), ("generate", "--help"), ("bench", "--help"), ("doctor", "--help")])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--help",),
+        ("generate", "--help"),
+        ("serve", "--help"),
+        ("client", "--help"),
+        ("bench", "--help"),
+        ("doctor", "--help"),
+    ],
+)
 def test_help(library, capsys, argv):
     status, out, err = run(capsys, *argv)
     assert (status, err) == (0, "") and out.startswith("usage: ddtree-jax")

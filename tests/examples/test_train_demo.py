@@ -92,6 +92,7 @@ def test_folder_is_what_ships(work: Path) -> None:
     assert {name for name in files if not name.startswith("target-nvfp4/")} == {
         "README.md",
         "heldout.json",
+        "target/chat_template.jinja",
         "target/config.json",
         "target/generation_config.json",
         "target/model.safetensors",
