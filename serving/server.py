@@ -21,7 +21,7 @@ from serving.decode_guard import DecodeGuard
 from serving.servicer import SERVICE, Backend, Servicer
 
 MAX_MESSAGE_BYTES = 256 * 2**20  # both ways
-LAST_WORDS_S = 2.0  # after the grace period: for statuses that have been decided to reach their clients
+LAST_WORDS_S = 1.0  # after the grace period: for statuses that have been decided to reach their clients
 
 _log = logging.getLogger(__name__)
 _NOT_SERVING, _SERVING = health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING
