@@ -23,7 +23,7 @@ from serving.jobs import Failed, Finished, Job, Load, LoopSettings, RequestRecor
 from serving.server import ListenOptions, Server
 from serving.servicer import Backend
 
-TIMEOUT_S = 60  # of one test, and of whatever it waits for
+TIMEOUT_S = 30  # of one test, and of whatever it waits for
 CONTEXT = 64
 
 
@@ -90,7 +90,7 @@ class FakeLoop:
         self.aborted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="fake device")
+        self._thread = threading.Thread(target=self._run, name="fake device", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -240,6 +240,7 @@ async def serving(
     finally:
         if gate is not None:
             gate.set()
+        server.hurry()
         await server.stop(0.0)
         if not loop.stopped.is_set():
             loop.stop()

@@ -275,31 +275,34 @@ class TestPort:
     def test_a_message_of_300_MiB(self) -> None:
         async def test() -> None:
             async with serving() as up:
-                status, details = await up.refusal(pb.GenerateRequest(text="x" * (300 * 2**20)))
-                assert status is grpc.StatusCode.RESOURCE_EXHAUSTED and str(256 * 2**20) in details
+                raw = up.channel.unary_stream(f"/{SERVICE}/Generate")
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await raw(bytes(300 * 2**20)).read()
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert str(256 * 2**20) in caught.value.details()
                 assert await up.collect(ask())
 
         run(test())
 
     def test_frequent_pings_are_tolerated(self) -> None:
         async def test() -> None:
-            async with serving(manual=True) as up:
-                options = [
-                    ("grpc.use_local_subchannel_pool", 1),
-                    ("grpc.keepalive_time_ms", 10),
-                    ("grpc.http2.max_pings_without_data", 0),
-                    ("grpc.keepalive_permit_without_calls", 1),
-                ]
-                async with grpc.aio.insecure_channel(f"127.0.0.1:{up.server.port}", options) as channel:
-                    call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(ask())
-                    assert await up.loop.next_seen() == "a"
-                    # A strict server ends the connection (ENHANCE_YOUR_CALM) at the third ping or so.
-                    reading = asyncio.ensure_future(call.read())
-                    done, _ = await asyncio.wait([reading], timeout=0.5)
-                    assert not done
-                    up.loop.emit("a", 1)
-                    assert list((await reading).chunk.token_ids) == [1]
-                    call.cancel()
+            async with serving() as up:
+                reader, writer = await asyncio.open_connection("127.0.0.1", up.server.port)
+                settings_frame = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+                ping, answer, goodbye = 6, (6, 1), 7
+                writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings_frame)
+                # A strict server says goodbye (ENHANCE_YOUR_CALM) at the third ping without a request.
+                for i in range(20):
+                    writer.write(bytes([0, 0, 8, ping, 0, 0, 0, 0, 0]) + i.to_bytes(8))
+                answers = 0
+                while answers < 20:
+                    head = await reader.readexactly(9)
+                    body = await reader.readexactly(int.from_bytes(head[:3]))
+                    assert head[3] != goodbye, body
+                    answers += (head[3], head[4]) == answer
+                writer.close()
+                await writer.wait_closed()
+                assert await up.collect(ask())
 
         run(test())
 
