@@ -31,6 +31,9 @@ from serving.outbox import Outbox
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 ADMISSION_THREADS = 2  # requests that are tokenised and whose grammars are compiled at a time
+# gRPC cancels an RPC at its deadline, by a clock and a rounding of its own. So near to it, a job is left to the loop's
+# own deadline: it then counts as DEADLINE_EXCEEDED, and not as one whose client has gone.
+DEADLINE_SLACK_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,10 @@ class _Live:
     request_id: str
     outbox: Outbox
     submitted: bool = False
+    deadline: float | None = None  # as in Job
+
+    def is_due(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline - DEADLINE_SLACK_S
 
 
 class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -68,6 +75,7 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(self, *, served_model_name: str | None = None):
         self.backend: Backend | None = None  # None: loading
         self.draining = False
+        self._is_cut = False
         self._served_model_name = served_model_name
         self._started = time.monotonic()
         self._last_request = 0.0  # seconds since the epoch
@@ -144,12 +152,13 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if (failure := live.outbox.failure) is not None:  # aborted, or cut, while it was checked
             raise failure
         remaining = context.time_remaining()
+        live.deadline = None if remaining is None else time.monotonic() + remaining
         job = Job(
             request_id=live.request_id,
             request=admitted.request,
             on_event=live.outbox.put,
             stop_strings=admitted.stop_strings,
-            deadline=None if remaining is None else time.monotonic() + remaining,
+            deadline=live.deadline,
         )
         backend.loop.submit(job)
         live.submitted = True
@@ -186,7 +195,7 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if not live.submitted:
             forget()
             return
-        if not live.outbox.job_ended:
+        if not (live.outbox.job_ended or live.is_due() or self._is_cut):
             self.backend.loop.abort(live.request_id)
         live.outbox.when_job_ended(forget)
 
@@ -232,11 +241,10 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         await self._idle.wait()
 
     def cut(self) -> None:
-        """Ends every request that is still there as UNAVAILABLE."""
+        """Ends every RPC that is still there as UNAVAILABLE. Their jobs end when the loop is stopped."""
+        self._is_cut = True
         for live in self._live.values():
             live.outbox.cut(NotReadyError("the server has shut down before the request was finished; ask another one"))
-            if live.submitted:
-                self.backend.loop.abort(live.request_id)
 
     def close(self) -> None:
         """Gives the admission threads back; nothing may be asked afterwards."""

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -18,7 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.engine import Engine, open_pair
 from ddtree_jax.stats import Stats
-from serving.errors import CancelledError, QueueFullError
+from serving.errors import CancelledError, DeadlineError, NotReadyError, QueueFullError
 from serving.jobs import Failed, Finished, Job, Load, LoopSettings, RequestRecord, Tokens
 from serving.server import ListenOptions, Server
 from serving.servicer import Backend
@@ -80,7 +81,7 @@ class FakeLoop:
     """An EngineLoop with a real device thread, and no device.
 
     A job is echoed: its prompt again and again up to its `max_new_tokens`, two tokens a round. With `manual` it waits
-    for what the test does with `emit` and `finish`. `seen` and `aborted` take the ids that came in.
+    for what the test does with `emit` and `finish`. `seen` and `aborted` take the ids that came in, `ended` each end.
     """
 
     def __init__(self, loop_settings: LoopSettings, *, manual: bool = False):
@@ -88,6 +89,7 @@ class FakeLoop:
         self.jobs: dict[str, Job] = {}
         self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.aborted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[tuple[str, Finished | Failed]] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake device", daemon=True)
@@ -101,6 +103,7 @@ class FakeLoop:
         assert job.request_id not in self.jobs, "one id for two jobs"
         self.jobs[job.request_id] = job
         self.seen.put(job.request_id)
+        self._calls.put(lambda: None)  # wakes the thread, which may sleep until a later deadline
         if not self.manual:
             self._calls.put(lambda: self._echo(job))
 
@@ -142,6 +145,9 @@ class FakeLoop:
     async def next_aborted(self) -> str:
         return await asyncio.to_thread(self.aborted.get, timeout=TIMEOUT_S)
 
+    async def next_ended(self) -> tuple[str, Finished | Failed]:
+        return await asyncio.to_thread(self.ended.get, timeout=TIMEOUT_S)
+
     async def settled(self) -> None:
         """Waits until the device thread has done all that it was told."""
         done = threading.Event()
@@ -149,10 +155,19 @@ class FakeLoop:
         assert await asyncio.to_thread(done.wait, TIMEOUT_S)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while (call := self._next_call()) is not None:
             call()
         for request_id in list(self.jobs):
-            self._end(request_id, Failed(CancelledError("stopped")))
+            self._end(request_id, Failed(NotReadyError("stopped")))
+
+    def _next_call(self) -> Callable[[], None] | None:
+        """The next thing to do, at the latest when a deadline passes."""
+        now = time.monotonic()
+        due = min(((job.deadline, name) for name, job in self.jobs.items() if job.deadline is not None), default=None)
+        try:
+            return self._calls.get(timeout=None if due is None else max(due[0] - now, 0.0))
+        except queue.Empty:
+            return lambda: self._end(due[1], Failed(DeadlineError("deadline: passed")))
 
     def _echo(self, job: Job) -> None:
         prompt, wanted = job.request.prompts[0], job.request.max_new_tokens
@@ -164,6 +179,7 @@ class FakeLoop:
     def _end(self, request_id: str, event: Finished | Failed) -> None:
         job = self.jobs.pop(request_id, None)
         if job is not None:
+            self.ended.put((request_id, event))
             job.on_event(event)
 
 

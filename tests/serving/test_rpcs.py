@@ -359,7 +359,9 @@ class TestEnds:
                     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                     if not up.loop.seen.empty():
                         break
-                assert await up.loop.next_aborted() == "c"
+                assert {(await up.loop.next_ended())[0] for _ in "ab"} == {"a", "b"}
+                name, end = await up.loop.next_ended()
+                assert name == "c" and isinstance(end.error, errors.DeadlineError) and up.loop.aborted.empty()
 
         run(test())
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,9 +19,11 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from ddtree_jax.errors import CheckpointError
+from serving.errors import NotReadyError
 from serving.server import ListenOptions, Server, serve
 from serving.servicer import SERVICE, Backend
 from tests.serving.harness import TIMEOUT_S, FakeLoop, Running, client, outline, run, serving, settings
+from tests.serving.tls_files import PEMS, certificate
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -137,9 +138,10 @@ class TestShutdown:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read()
                 assert caught.value.code() is UNAVAILABLE and "has shut down" in caught.value.details()
-                assert await up.loop.next_aborted() == "a"
                 await stopping
-                assert up.loop.stopped.is_set() and not up.loop.jobs
+                assert up.loop.stopped.is_set() and up.loop.aborted.empty()
+                name, end = await up.loop.next_ended()
+                assert name == "a" and isinstance(end.error, NotReadyError)
 
         run(test())
 
@@ -338,35 +340,25 @@ class TestReflection:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an authority (ca), a server's and a client's certificate from it, and a stranger's (all PEM)."""
+    """A folder with the certificates of the server and of a client, each its own authority, and nonsense."""
     folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=TIMEOUT_S)
-
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    for name in ("ca", "stranger"):
-        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2"]
-        openssl("req", "-x509", *curve, "-subj", f"/CN={name}", *files)
-    (folder / "extensions").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
     for name in ("server", "client"):
-        openssl("req", *curve, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        signer = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extensions"]
-        openssl("x509", "-req", "-in", f"{name}.csr", *signer, "-out", f"{name}.pem")
+        certificate(folder, name)
+    (folder / "locked.key").write_bytes(PEMS["locked.key"])
     (folder / "nonsense.pem").write_text("no certificate\n")
     return folder
 
 
 def tls(folder: Path, **changes: str | None) -> ListenOptions:
-    files = {"ssl_certfile": str(folder / "server.pem"), "ssl_keyfile": str(folder / "server.key")}
+    files = {"ssl_certfile": str(folder / "server.crt"), "ssl_keyfile": str(folder / "server.key")}
     return ListenOptions(port=0, **{**files, **{k: v and str(folder / v) for k, v in changes.items()}})
 
 
 class TestTls:
     async def asks(self, up: Running, folder: Path, who: str | None) -> list[pb.GenerateResponse]:
-        """What a client gets that trusts the authority and shows the certificate of `who`."""
-        pair = [(folder / f"{who}.{end}").read_bytes() for end in ("key", "pem")] if who else [None, None]
-        credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), *pair)
+        """What a client gets that trusts the server and shows the certificate of `who`."""
+        pair = [(folder / f"{who}.{end}").read_bytes() for end in ("key", "crt")] if who else [None, None]
+        credentials = grpc.ssl_channel_credentials((folder / "server.crt").read_bytes(), *pair)
         async with client(f"127.0.0.1:{up.server.port}", credentials) as channel:
             return [one async for one in vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(ask())]
 
@@ -380,9 +372,9 @@ class TestTls:
 
     def test_client_certificates(self, certificates: Path) -> None:
         async def test() -> None:
-            async with serving(options=tls(certificates, ssl_ca_certs="ca.pem")) as up:
+            async with serving(options=tls(certificates, ssl_ca_certs="client.crt")) as up:
                 assert (await self.asks(up, certificates, "client"))[-1].complete.finish_reason == "length"
-                for who in (None, "stranger"):
+                for who in (None, "server"):
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await self.asks(up, certificates, who)
                     assert caught.value.code() is UNAVAILABLE
@@ -395,9 +387,13 @@ class TestTls:
         [
             ({"ssl_keyfile": None}, "^ssl_certfile, ssl_keyfile: got .* allowed are both"),
             ({"ssl_certfile": None}, "^ssl_certfile, ssl_keyfile: got None and"),
-            ({"ssl_certfile": None, "ssl_keyfile": None, "ssl_ca_certs": "ca.pem"}, "^ssl_ca_certs: got .* without"),
+            (
+                {"ssl_certfile": None, "ssl_keyfile": None, "ssl_ca_certs": "client.crt"},
+                "^ssl_ca_certs: got .* without",
+            ),
             ({"ssl_certfile": "none.pem"}, "^ssl_certfile: got .*none.pem', which cannot be read"),
             ({"ssl_keyfile": "client.key"}, "which do not work together"),
+            ({"ssl_keyfile": "locked.key"}, "which do not work together .* without a password"),
             ({"ssl_certfile": "nonsense.pem"}, "which do not work together"),
             ({"ssl_ca_certs": "nonsense.pem"}, "^ssl_ca_certs: got .* which holds no certificates"),
             ({"ssl_ca_certs": "."}, "^ssl_ca_certs: got .* which cannot be read"),
