@@ -347,7 +347,7 @@ class Generation:
             matched = getattr(end, kind)
         error = None
         if end.finish_reason not in ("stop", "length"):
-            error = str(statistics.pop("finish_detail", f"the server ended it: {end.finish_reason}"))
+            error = f"the server ended it: {end.finish_reason}"
         return Completion(
             text=None if self._decoder is None else "".join(pieces),
             token_ids=tuple(self.token_ids),

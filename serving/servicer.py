@@ -179,6 +179,10 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if isinstance(end, Failed):
             raise end.error
         assert isinstance(end, Finished)
+        if end.error is not None:
+            # A status, not the protocol's finish reason "error": that is a fault of the server to a gateway, which
+            # would ask for the same output several times more.
+            raise ValueError(one_line(end.error, translate.MAX_DETAILS_CHARS))
         await context.write(translate.complete(token_ids, admitted, end))
         context.set_trailing_metadata(translate.statistics(admitted, end))
 
@@ -261,6 +265,11 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> pb.HealthCheckResponse:
+        # While it loads this fails: to the `smg` gateway an answer, whatever it says, is a server to be asked about its
+        # model, once and for all.
+        async with _failing(context, "HealthCheck"):
+            if self.backend is None:
+                raise NotReadyError("the server is loading its model; ask again later")
         state = self.state()
         return pb.HealthCheckResponse(healthy=state == "ready", message=state)
 

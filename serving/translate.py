@@ -267,7 +267,7 @@ def chunk(token_ids: Sequence[int], num_prompt_tokens: int, num_cached_tokens: i
 
 
 def complete(token_ids: Sequence[int], admitted: Admitted, finished: Finished) -> pb.GenerateResponse:
-    """The end, with all tokens. The protocol's reasons are stop, length, abort and error: dead_end is an error."""
+    """The end, stop or length, with all tokens."""
     stop: dict[str, Any] = {}
     matched = finished.matched_stop
     if isinstance(matched, str):
@@ -277,7 +277,7 @@ def complete(token_ids: Sequence[int], admitted: Admitted, finished: Finished) -
     return pb.GenerateResponse(
         complete=pb.GenerateComplete(
             output_ids=token_ids,
-            finish_reason=finished.finish_reason if finished.finish_reason in ("stop", "length") else "error",
+            finish_reason=finished.finish_reason,
             prompt_tokens=admitted.num_prompt_tokens,
             completion_tokens=len(token_ids),
             cached_tokens=finished.num_cached_tokens,
@@ -291,7 +291,7 @@ def complete(token_ids: Sequence[int], admitted: Admitted, finished: Finished) -
 def statistics(admitted: Admitted, finished: Finished) -> tuple[tuple[str, str], ...]:
     """Trailing metadata: what the messages have no field for, each value as JSON.
 
-    `seed` repeats a sampled output. `finish_detail` is there where the finish reason is error: what happened.
+    `seed` repeats a sampled output.
     """
     stats = finished.stats
     values: dict[str, Any] = {
@@ -304,8 +304,6 @@ def statistics(admitted: Admitted, finished: Finished) -> tuple[tuple[str, str],
         "mean_tree_size": finished.mean_tree_size,
         "seed": admitted.request.seeds[0],
     }
-    if finished.error is not None:
-        values["finish_detail"] = one_line(f"{finished.finish_reason}: {finished.error}", MAX_DETAILS_CHARS)
     return as_metadata(values)
 
 

@@ -87,10 +87,8 @@ class TestGenerate:
             ({"finish_reason": "stop", "matched_stop": 7}, "stop", {"matched_token_id": 7}),
             ({"finish_reason": "stop", "matched_stop": "é\n"}, "stop", {"matched_stop_str": "é\n"}),
             ({"finish_reason": "stop", "matched_stop": 0}, "stop", {}),  # the model's own end token
-            ({"finish_reason": "dead_end", "error": "no way\non"}, "error", {}),
-            ({"finish_reason": "error", "error": "too complex"}, "error", {}),
         ],
-        ids=["token", "string", "end of text", "dead end", "error"],
+        ids=["token", "string", "end of text"],
     )
     def test_finish_reasons(self, changes: dict, reason: str, matched: dict) -> None:
         async def test() -> None:
@@ -104,10 +102,22 @@ class TestGenerate:
                 assert complete.finish_reason == reason
                 stops = {field.name: value for field, value in complete.ListFields() if "matched" in field.name}
                 assert stops == matched
-                detail = dict(await call.trailing_metadata()).get("finish_detail")
-                error = changes.get("error")
-                expected = error and f"{changes['finish_reason']}: {' '.join(error.split())}"
-                assert (detail and json.loads(detail)) == expected
+
+        run(test())
+
+    @pytest.mark.parametrize("reason", ["dead_end", "error"])
+    def test_a_grammar_that_cannot_be_followed_ends_with_a_status_after_its_tokens(self, reason: str) -> None:
+        async def test() -> None:
+            async with serving(manual=True) as up:
+                call = up.stub.Generate(ask())
+                await up.loop.next_seen()
+                up.loop.emit("a", 11, 7)
+                assert list((await call.read()).chunk.token_ids) == [11, 7]
+                up.loop.finish("a", finish_reason=reason, error="grammar: no way\non")
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert caught.value.details() == "grammar: no way on"
 
         run(test())
 
