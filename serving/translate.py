@@ -15,7 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from ddtree_jax import Grammar
 from ddtree_jax.engine import Engine
-from ddtree_jax.errors import one_line, shown
+from ddtree_jax.errors import shown
 from ddtree_jax.requests import Request, check_request
 from serving.errors import NotBuiltError
 from serving.jobs import Finished, LoopSettings

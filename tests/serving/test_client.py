@@ -1,7 +1,6 @@
 """The client against a server without a model: text and stop strings, errors, cancellation, what goes over the wire."""
 
 import itertools
-import json
 import random
 
 import grpc
