@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import signal
 import ssl
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +66,11 @@ class Server:
         self._servicer = Servicer(served_model_name=options.served_model_name)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._loading: threading.Thread | None = None
+        # Between the loading thread and `stop`, under the lock: whoever comes second ends what was loaded.
+        self._handover = threading.Lock()
+        self._is_over = False
+        self._backend: Backend | None = None
 
     async def start(self) -> None:
         """Binds the port, answers from then on (UNAVAILABLE until the model is there), and begins to load.
@@ -101,9 +108,9 @@ class Server:
         await server.start()
         self._server = server
         _log.info("listening on %s port %d; loading", self._options.host, self.port)
-        loop = asyncio.get_running_loop()
         # A daemon: a load that is under way cannot be interrupted, and must not keep a stopped process alive.
-        threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
+        self._loading = threading.Thread(target=self._load, args=[asyncio.get_running_loop()], name="load", daemon=True)
+        self._loading.start()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         """In the loading thread."""
@@ -112,9 +119,15 @@ class Server:
             backend = self._factory()
         except Exception as caught:  # handed to whoever waits for the server
             error = caught
+        with self._handover:
+            is_over, self._backend = self._is_over, backend
+        if is_over:
+            if backend is not None:
+                backend.stop()
+            return
         try:
             loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._take(backend, error)))
-        except RuntimeError:  # the event loop has ended meanwhile
+        except RuntimeError:  # the event loop was closed without a `stop`
             if backend is not None:
                 backend.stop()
 
@@ -123,12 +136,20 @@ class Server:
             self._loaded.set_exception(error)
             self._loaded.exception()  # looked at: nobody need wait for it
             return
+        if self._servicer.draining:
+            return
         self._servicer.backend = backend
-        if not self._servicer.draining:
-            for name in ("", SERVICE):
-                await self._health.set(name, _SERVING)
+        for name in ("", SERVICE):
+            await self._health.set(name, _SERVING)
         _log.info("ready")
         self._loaded.set_result(None)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the factory still runs, also after `stop`, which does not wait for it: what it then returns is
+        stopped at once.
+        """
+        return self._loading is not None and self._loading.is_alive()
 
     async def loaded(self) -> None:
         """Waits until requests are served. Raises what the factory raised."""
@@ -159,13 +180,11 @@ class Server:
         await self._first_of(self._servicer.drained(), timeout=LAST_WORDS_S)
         await self._server.stop(LAST_WORDS_S)
         self._servicer.close()
-        await self._first_of(self._wait_for_load(), self._hurry.wait(), timeout=grace_s)
-        if self._servicer.backend is not None:
-            await asyncio.to_thread(self._servicer.backend.stop)
+        with self._handover:
+            self._is_over, backend = True, self._backend
+        if backend is not None:
+            await asyncio.to_thread(backend.stop)
         _log.info("stopped")
-
-    async def _wait_for_load(self) -> None:
-        await asyncio.wait([self._loaded])
 
     async def _first_of(self, *waits, timeout: float) -> None:
         """Waits for the first of some coroutines, or for `timeout` seconds."""
@@ -177,11 +196,19 @@ class Server:
 
 
 async def serve(
-    factory: Callable[[], Backend], options: ListenOptions, *, on_start: Callable[[Server], None] | None = None
+    factory: Callable[[], Backend],
+    options: ListenOptions,
+    *,
+    on_start: Callable[[Server], None] | None = None,
+    leave: Callable[[int], object] = os._exit,
 ) -> int:
     """Serves until SIGTERM or SIGINT; a second signal ends the grace period. Call it in the main thread.
 
-    `on_start` is called with the server once its port is bound.
+    Args:
+      factory, options: as for `Server`.
+      on_start: called with the server once its port is bound.
+      leave: ends the process with a status, where the signal came while the model was loading. A program that compiles
+        cannot be interrupted, and aborts the process when the interpreter goes from under it.
 
     Returns:
       The exit status: 0 after a signal, 1 where the model could not be loaded (the log says why).
@@ -196,10 +223,10 @@ async def serve(
         told.set()
 
     loop = asyncio.get_running_loop()
-    await server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     try:
+        await server.start()
         if on_start is not None:
             on_start(server)
         status, wait = 0, asyncio.ensure_future(told.wait())
@@ -214,6 +241,9 @@ async def serve(
         for task in (wait, loading):
             task.cancel()
         await asyncio.gather(wait, loading, return_exceptions=True)
+        if server.is_loading:
+            sys.stdout.flush()
+            leave(status)
         return status
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -158,16 +158,30 @@ class TestShutdown:
 
         run(test())
 
-    def test_a_stop_while_loading_ends_what_was_loaded(self) -> None:
+    def test_a_stop_while_loading_does_not_wait_and_ends_what_was_loaded(self) -> None:
         async def test() -> None:
             gate = threading.Event()
             async with serving(gate=gate) as up:
-                stopping = asyncio.ensure_future(up.server.stop(TIMEOUT_S))
+                await up.server.stop(TIMEOUT_S)
+                assert up.server.is_loading and not up.loop.stopped.is_set()
                 gate.set()
-                await stopping
-                assert up.loop.stopped.is_set()
+                assert await asyncio.to_thread(up.loop.stopped.wait, TIMEOUT_S)
 
         run(test())
+
+    def test_a_signal_while_loading_leaves_at_once(self) -> None:
+        gate, left = threading.Event(), []
+        loop = FakeLoop(settings())
+
+        def factory() -> Backend:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert gate.wait(TIMEOUT_S)
+            return Backend(engine=outline(), settings=settings(), loop=loop, stop=loop.stop)
+
+        assert run(serve(factory, ListenOptions(port=0), leave=left.append)) == 0
+        assert left == [0]
+        gate.set()
+        assert loop.stopped.wait(TIMEOUT_S)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_ends_serve_with_status_0(self, number: signal.Signals) -> None:
