@@ -1,6 +1,5 @@
 """A small random pair with a tokenizer, and device threads over it."""
 
-import dataclasses
 import threading
 
 import pytest
@@ -10,6 +9,7 @@ from ddtree_jax.requests import check_request
 from serving.engine_loop import DeviceThread
 from serving.jobs import Failed, Finished, Job, LoopSettings, Tokens
 from tests.engine.conftest import small_engine, text_engine  # noqa: F401
+from tests.serving.harness import Records
 
 WAIT_S = 120  # for what must come; a test that waits so long has failed
 
@@ -46,28 +46,6 @@ class Listener:
         end = self.wait()
         assert isinstance(end, Failed), end
         return end.error
-
-
-@dataclasses.dataclass
-class Records:
-    """An observer that keeps what it is told."""
-
-    requests: list = dataclasses.field(default_factory=list)
-    rounds: list = dataclasses.field(default_factory=list)
-    prefills: list = dataclasses.field(default_factory=list)
-    loads: list = dataclasses.field(default_factory=list)
-
-    def request_finished(self, record):
-        self.requests.append(record)
-
-    def round_finished(self, record):
-        self.rounds.append(record)
-
-    def prefill_finished(self, num_tokens, seconds):
-        self.prefills.append(num_tokens)
-
-    def load_changed(self, load):
-        self.loads.append(load)
 
 
 class Loop:

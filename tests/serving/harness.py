@@ -20,7 +20,7 @@ from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.engine import Engine, open_pair
 from ddtree_jax.stats import Stats
 from serving.errors import CancelledError, DeadlineError, NotReadyError, QueueFullError
-from serving.jobs import Failed, Finished, Job, Load, LoopSettings, RequestRecord, Tokens
+from serving.jobs import EngineLoop, Failed, Finished, Job, Load, LoopSettings, RequestRecord, RoundRecord, Tokens
 from serving.server import ListenOptions, Server
 from serving.servicer import Backend
 
@@ -183,18 +183,22 @@ class FakeLoop:
             job.on_event(event)
 
 
+@dataclasses.dataclass
 class Records:
     """An observer that keeps what it is told."""
 
-    def __init__(self) -> None:
-        self.requests: list[RequestRecord] = []
+    requests: list[RequestRecord] = dataclasses.field(default_factory=list)
+    rounds: list[RoundRecord] = dataclasses.field(default_factory=list)
+    prefills: list[int] = dataclasses.field(default_factory=list)
 
     def request_finished(self, record: RequestRecord) -> None:
         self.requests.append(record)
 
-    def round_finished(self, record: Any) -> None: ...
+    def round_finished(self, record: RoundRecord) -> None:
+        self.rounds.append(record)
 
-    def prefill_finished(self, num_tokens: int, seconds: float) -> None: ...
+    def prefill_finished(self, num_tokens: int, seconds: float) -> None:
+        self.prefills.append(num_tokens)
 
     def load_changed(self, load: Load) -> None: ...
 
@@ -204,7 +208,7 @@ class Running:
     """A server that is up, and a client of it."""
 
     server: Server
-    loop: FakeLoop
+    loop: FakeLoop | EngineLoop
     records: Records
     channel: grpc.aio.Channel
     stub: vllm_engine_pb2_grpc.VllmEngineStub
@@ -237,10 +241,14 @@ async def serving(
     loop_settings: LoopSettings | None = None,
     options: ListenOptions | None = None,
     gate: threading.Event | None = None,
+    loop: EngineLoop | None = None,
 ) -> AsyncIterator[Running]:
-    """A server on a free port; `gate` keeps it loading until it is set, otherwise it is ready."""
-    loop_settings = loop_settings or settings()
-    loop, records = FakeLoop(loop_settings, manual=manual), Records()
+    """A server on a free port; `gate` keeps it loading until it is set, otherwise it is ready. loop: a real one, which
+    the server stops at its end.
+    """
+    loop_settings, records = loop_settings or settings(), Records()
+    fake = loop is None
+    loop = loop or FakeLoop(loop_settings, manual=manual)
 
     def factory() -> Backend:
         assert gate is None or gate.wait(TIMEOUT_S)
@@ -258,5 +266,5 @@ async def serving(
             gate.set()
         server.hurry()
         await server.stop(0.0)
-        if not loop.stopped.is_set():
+        if fake and not loop.stopped.is_set():
             loop.stop()
