@@ -112,12 +112,13 @@ def test_a_reader_that_does_not_read_stalls_nobody(up):
     async def test():
         async with up() as running:
             slow = running.stub.Generate(ask("slow", max_tokens=130, ignore_eos=True))
-            first = await slow.read()
+            responses = [await slow.read()]
             for i in range(5):
                 assert (await running.collect(ask(str(i))))[-1].complete.completion_tokens == 20
             await idle(running)
-            rest = [response async for response in slow]
-            tokens = [*first.chunk.token_ids, *(token for r in rest for token in r.chunk.token_ids)]
-            assert tokens == list(rest[-1].complete.output_ids) and len(tokens) == 130
+            while (response := await slow.read()) is not grpc.aio.EOF:
+                responses.append(response)
+            tokens = [token for response in responses for token in response.chunk.token_ids]
+            assert tokens == list(responses[-1].complete.output_ids) and len(tokens) == 130
 
     run(test())
