@@ -5,7 +5,7 @@ python benchmarks/serving.py --budget 4 --repeats 1      # other options of the 
 python benchmarks/serving.py --server --speculative-algorithm none
 
 Starts `python -m serving` as a process of its own; this process is the client. Every output is compared with that of
-the first concurrency: the same tokens whatever runs beside it.
+the first concurrency: the same tokens whatever runs beside it (float32). This process never touches a device.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 
 import grpc
-import jax
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
