@@ -120,9 +120,7 @@ def main() -> None:
     arguments = ["--max-running-requests", str(max(levels)), "--context-length", "1024", "--disable-radix-cache"]
     arguments += [] if options.budget is None else ["--speculative-ddtree-budget", str(options.budget)]
     arguments += ["--log-level", "error", *options.server]
-    print(
-        f"{len(prompts)} held-out prompts, {options.max_new_tokens} new tokens, greedy, {jax.devices()[0].device_kind}"
-    )
+    print(f"{len(prompts)} held-out prompts, {options.max_new_tokens} new tokens, greedy")
     print(f"server: {' '.join(arguments)}")
     print("ms: 50th / 90th / 99th percentile; gap: between chunks of a stream; tokens: how many a round, mean")
     print(f"{'streams':>7} {'tokens/s':>9} {'speed-up':>9} {'tokens':>7} {'first token ms':>18} {'gap ms':>18}", end="")
