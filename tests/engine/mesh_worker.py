@@ -6,7 +6,7 @@ A process of its own, as the number of devices is fixed before JAX starts:
 
 REQUEST is JSON: {"folder": where targets may be written, "cache": folder of compiled programs, "cases": [case, ...]}; a
 case is {"target": one of TARGETS, "mesh": one of MESHES, "batch": n, "runs": [[algorithm, budget, temperature], ...]},
-with "loop" for the device loop as well, with "grammar" for constrained requests.
+with "loop" for the device loop as well, with "grammar" for constrained requests, with "serve" for the server's slots.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from ddtree_jax.models.sharding import EXPERT, TENSOR
 from ddtree_jax.safetensors_files import write_json
 from tests.engine.checkpoint_files import write_checkpoint
 from tests.engine.conftest import DRAFTER, TARGET, text_tokenizer
+from tests.serving.conftest import Loop
 
 NEW_TOKENS = 8
 FEW = dataclasses.replace(
@@ -162,7 +163,29 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         for kind in ("host", "table"):
             constrained(engine, case["batch"], kind, 1)
         out["again"] += programs() - before
+    if case.get("serve"):
+        out["serve"] = served(dataclasses.replace(engine, tokenizer=text_tokenizer()))
     return out
+
+
+def served(engine: Any) -> list[list[int]]:
+    """Tokens of eight requests over four slots: the second is the first again, and every other one has a grammar."""
+    loop = Loop(engine, max_running_requests=4, context_length=96, budget=6)
+    loop.thread.start()
+    try:
+        assert loop.thread.wait_until_ready()
+        ids = [list(range(10, 40)), *prompts(6, 0, engine.target.config.vocab_size)]
+        grammars = [ddtree_jax.Grammar.regex("[a-f]{2}x[0-9]{2,8}") if row % 2 else None for row in range(7)]
+        first = loop.ask(ids[0], max_new_tokens=NEW_TOKENS)
+        first.finished()
+        listeners = [
+            loop.ask(prompt, max_new_tokens=NEW_TOKENS, grammar=grammar, stop_token_ids=[0])
+            for prompt, grammar in zip(ids, grammars, strict=True)
+        ]
+        assert listeners[0].finished().num_cached_tokens == len(ids[0]) - 1
+        return [first.token_ids] + [listener.finished() and listener.token_ids for listener in listeners]
+    finally:
+        loop.thread.stop()
 
 
 def constrained(engine: Any, batch: int, kind: str, shift: int) -> list[list[int]]:

@@ -63,7 +63,7 @@ def check(asked, results, replicated=()):
             assert found["trees"] and (which[0] == "none") == all(len(tree[1]) == 1 for tree in found["trees"])
         assert result["programs"] >= 4  # that count is no constant
         assert result["again"] == 0, f"{label}: {result['again']} programs compiled on the second call"
-        for part in ("loop", "grammar"):
+        for part in ("loop", "grammar", "serve"):
             assert result.get(part) == alone.get(part), f"{label}: {part}"
         for part in ("target", "drafter"):
             held = result[part]["held"]
@@ -97,6 +97,15 @@ def test_grammars_on_meshes(run):
     found = results[0]["grammar"]
     assert found["host"] == found["table"] and len(found["host"][0]) >= 5
     assert found["host"][1] == results[0]["runs"][0]["tokens"][1] or 0 in found["host"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_the_slots_of_a_server_on_meshes(run):
+    asked = cases("few plain", ["none", "2x4", "1x8"], 2, GREEDY[:1], serve=True)
+    results = run(asked)
+    check(asked, results, DRAFTER_WHOLE)
+    assert len({tuple(tokens) for tokens in results[0]["serve"]}) >= 6
 
 
 @pytest.mark.slow
