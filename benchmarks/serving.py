@@ -119,7 +119,7 @@ def main() -> None:
     prompts = held_out_prompts()[: options.requests]
     arguments = ["--max-running-requests", str(max(levels)), "--context-length", "1024", "--disable-radix-cache"]
     arguments += [] if options.budget is None else ["--speculative-ddtree-budget", str(options.budget)]
-    arguments += ["--log-level", "error", *options.server]
+    arguments += ["--log-level", "error", "--log-requests", "none", *options.server]
     print(f"{len(prompts)} held-out prompts, {options.max_new_tokens} new tokens, greedy")
     print(f"server: {' '.join(arguments)}")
     print("ms: 50th / 90th / 99th percentile; gap: between chunks of a stream; tokens: how many a round, mean")

@@ -13,6 +13,7 @@ from typing import Any
 
 from ddtree_jax.algorithm import CAPABILITIES, SpeculativeAlgorithm, capabilities, spoils_recurrent_state
 from ddtree_jax.errors import shown
+from serving.tls import TlsFiles
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_BUDGET = 1024  # as `ddtree_jax.requests`, which imports JAX
@@ -191,12 +192,13 @@ class ServerConfig:
                 "speculative-ddtree-allow-hybrid-unsafe", f"algorithm {member.name}{given} does not branch"
             )
 
+    @property
+    def tls(self) -> TlsFiles:
+        """The TLS files. Raises ValueError for files that do not belong together."""
+        return TlsFiles(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+
     def _check_network(self) -> None:
-        if self.ssl_certfile is None:
-            for name in ("ssl-keyfile", "ssl-ca-certs"):
-                self._refuse_ignored(name, "there is no ssl-certfile")
-        elif self.ssl_keyfile is None:
-            raise ValueError("ssl-certfile: got a certificate without its key, allowed is one with ssl-keyfile")
+        self.tls  # noqa: B018 - raises for files that do not belong together
         if self.metrics_port is not None and self.metrics_port == self.port != 0:
             raise ValueError(f"metrics-port: got {self.metrics_port}, which is the gRPC port; give another one")
 

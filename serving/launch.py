@@ -47,9 +47,7 @@ def serve(config: ServerConfig, progress: Progress | None) -> int:
         options = server.ListenOptions(
             host=config.host,
             port=config.port,
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_ca_certs=config.ssl_ca_certs,
+            tls=config.tls,
             shutdown_grace_s=config.grace_period,
             served_model_name=config.model_name,
         )

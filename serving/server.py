@@ -7,11 +7,9 @@ import dataclasses
 import logging
 import os
 import signal
-import ssl
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from ddtree_jax.errors import CheckpointError, UnsupportedRequestError, one_line
 from serving.decode_guard import DecodeGuard
 from serving.servicer import SERVICE, Backend, Servicer
+from serving.tls import TlsFiles
 
 MAX_MESSAGE_BYTES = 256 * 2**20  # both ways
 LAST_WORDS_S = 1.0  # after the grace period: for statuses that have been decided to reach their clients
@@ -34,17 +33,14 @@ class ListenOptions:
     """Where and how the server listens.
 
     port: 0 takes a free one.
-    ssl_certfile, ssl_keyfile: PEM, both or neither; neither: plaintext.
-    ssl_ca_certs: PEM; clients must then show a certificate that it vouches for.
+    tls: without a certificate, plaintext; with authorities, clients must show a certificate that they vouch for.
     shutdown_grace_s: seconds that running requests get to finish when the server is told to stop.
     served_model_name: what clients see; None: the engine's name.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_ca_certs: str | None = None
+    tls: TlsFiles = TlsFiles()
     shutdown_grace_s: float = 30.0
     served_model_name: str | None = None
 
@@ -77,7 +73,7 @@ class Server:
 
         Raises ValueError, with nothing left behind: a port that cannot be bound, a certificate that cannot be used.
         """
-        credentials = _credentials(self._options)
+        credentials = self._options.tls.credentials()
         server = grpc.aio.server(
             interceptors=[DecodeGuard()],
             options=[
@@ -253,49 +249,3 @@ async def serve(
 def _report(error: BaseException) -> None:
     expected = isinstance(error, (CheckpointError, UnsupportedRequestError, ValueError))
     _log.error("the model could not be loaded: %s", one_line(error), exc_info=None if expected else error)
-
-
-def _credentials(options: ListenOptions) -> grpc.ServerCredentials | None:
-    """None for plaintext. Raises ValueError for files that the library would only trip over at the first client."""
-    cert, key, authority = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
-    if not cert and not key:
-        if authority:
-            raise ValueError(
-                f"ssl_ca_certs: got {authority!r} without ssl_certfile and ssl_keyfile, allowed is all three"
-            )
-        return None
-    if not cert or not key:
-        raise ValueError(
-            f"ssl_certfile, ssl_keyfile: got {cert!r} and {key!r}, allowed are both, or neither for plaintext"
-        )
-    pems = {name: _pem(name, path) for name, path in (("ssl_certfile", cert), ("ssl_keyfile", key))}
-    # An empty password: without one OpenSSL asks for it at the terminal.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key, password="")
-    except (ssl.SSLError, OSError, ValueError) as error:
-        raise ValueError(
-            f"ssl_certfile, ssl_keyfile: got {cert!r} and {key!r}, which do not work together ({one_line(error)}); "
-            "allowed are a PEM certificate and its PEM key without a password"
-        ) from None
-    roots = None
-    if authority:
-        roots = _pem("ssl_ca_certs", authority)
-        try:
-            context.load_verify_locations(cafile=authority)
-        except (ssl.SSLError, OSError) as error:
-            raise ValueError(
-                f"ssl_ca_certs: got {authority!r}, which holds no certificates ({one_line(error)}); allowed is PEM"
-            ) from None
-    return grpc.ssl_server_credentials(
-        [(pems["ssl_keyfile"], pems["ssl_certfile"])],
-        root_certificates=roots,
-        require_client_auth=roots is not None,
-    )
-
-
-def _pem(name: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name}: got {path!r}, which cannot be read ({one_line(error)}); allowed is a file") from None

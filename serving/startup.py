@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import socket
-import ssl
 from pathlib import Path
 
 import jax
@@ -16,6 +15,7 @@ from ddtree_jax.capacity import Capacity, estimate
 from ddtree_jax.engine import DEMO_TARGETS, OpenedPair, demo_folder, open_pair
 from ddtree_jax.errors import CheckpointError, HybridStateWarning
 from ddtree_jax.models.sharding import make_mesh
+from ddtree_jax.slots import pool_capacity
 from serving.config import ServerConfig
 from serving.jobs import LoopSettings
 
@@ -62,7 +62,7 @@ def check_start(config: ServerConfig) -> Plan:
       CheckpointError: folders that do not fit, or do not fit into memory.
       UnsupportedRequestError: an algorithm that the target does not allow.
     """
-    check_tls(config)
+    config.tls.credentials()
     check_address(config)
     check_cache_folder(config.compilation_cache_dir)
     pair = _open(config)
@@ -128,8 +128,8 @@ def loop_settings(config: ServerConfig, pair: OpenedPair) -> tuple[LoopSettings,
 
 
 def _check_memory(settings: LoopSettings, pair: OpenedPair) -> Capacity:
-    # A write of a prompt's last chunk may reach beyond the sequence.
-    tokens = settings.context_length + settings.chunked_prefill_size
+    depth = 0 if pair.drafter is None else pair.drafter.config.draft_depth
+    tokens = pool_capacity(settings.context_length, settings.chunked_prefill_size, depth)
     capacity = estimate(pair.target, pair.drafter, context=tokens, batch=settings.max_running_requests)
     if capacity.fits:
         return capacity
@@ -141,46 +141,6 @@ def _check_memory(settings: LoopSettings, pair: OpenedPair) -> Capacity:
         f"{settings.context_length} tokens, and {free:.2f} GB are free; expected a smaller max-running-requests or "
         "context-length, or more devices (mesh)"
     )
-
-
-def check_tls(config: ServerConfig) -> None:
-    """ValueError unless the TLS files can be read and belong together."""
-    if config.ssl_certfile is None or config.ssl_keyfile is None:
-        return
-    _read("ssl-certfile", config.ssl_certfile)
-    _read("ssl-keyfile", config.ssl_keyfile)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_no_password)
-    except (ssl.SSLError, ValueError) as error:
-        raise ValueError(
-            f"ssl-certfile, ssl-keyfile: got {config.ssl_certfile} and {config.ssl_keyfile} ({_reason(error)}), "
-            "allowed are a PEM certificate chain and its key without a password"
-        ) from None
-    if config.ssl_ca_certs is not None:
-        authorities = _read("ssl-ca-certs", config.ssl_ca_certs)
-        try:
-            context.load_verify_locations(cadata=authorities.decode("ascii"))
-        except (ssl.SSLError, ValueError) as error:
-            raise ValueError(
-                f"ssl-ca-certs: got {config.ssl_ca_certs} ({_reason(error)}), allowed are PEM certificates"
-            ) from None
-
-
-def _no_password() -> str:
-    # Without this OpenSSL would ask for one on the terminal.
-    raise ValueError("the key has a password")
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "reason", None) or str(error)
-
-
-def _read(name: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def check_address(config: ServerConfig) -> None:

@@ -170,8 +170,8 @@ def test_tls_files_that_belong_together(tmp_path):
         ({"ssl_keyfile": str(locked)}, "the key has a password"),
         ({"ssl_keyfile": str(junk)}, "ssl-certfile, ssl-keyfile: got"),
         ({"ssl_certfile": str(junk)}, "ssl-certfile, ssl-keyfile: got"),
-        ({"ssl_certfile": str(tmp_path / "absent")}, "ssl-certfile: .*absent cannot be read: No such file"),
-        ({"ssl_keyfile": str(tmp_path)}, "ssl-keyfile: .* cannot be read: Is a directory"),
+        ({"ssl_certfile": str(tmp_path / "absent")}, "ssl-certfile: got .*absent', which cannot be read .No such file"),
+        ({"ssl_keyfile": str(tmp_path)}, "ssl-keyfile: got .*, which cannot be read .Is a directory"),
         ({"ssl_ca_certs": str(junk)}, "ssl-ca-certs: got .*junk"),
         ({"ssl_ca_certs": server.key_file}, "ssl-ca-certs: got .*server.key"),
     ]
