@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,58 +52,113 @@ class Pool:
         return self.cache.lengths.shape[0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class SlotSampling:
-    """`SamplingParams` as host arrays; key_data is uint32[W, 2], from `key_words`."""
+@dataclasses.dataclass(frozen=True)
+class SlotRow:
+    """One sequence of a round, as the host knows it. The defaults are those of a row that only fills the batch: its
+    slot keeps its length, and what lies behind the length may be overwritten.
 
-    temperature: Any  # float32[W]
-    top_k: Any  # int32[W], 0 = off
-    top_p: Any  # float32[W], 1 = off
-    min_p: Any  # float32[W], 0 = off
-    key_data: Any  # uint32[W, 2]
+    Attributes:
+      slot: its place in the pool.
+      root_token_id: newest token: emitted, in no cache yet.
+      emitted: new tokens so far.
+      remaining: new tokens still allowed.
+      finished: True for a row that only fills the batch.
+      temperature, top_k, top_p, min_p: as in `sampling.SamplingParams`: 0, 0, 1, 0 are greedy, off, off, off.
+      key: from `key_words`.
+    """
 
-    def params(self) -> SamplingParams:
-        keys = jax.random.wrap_key_data(self.key_data, impl="threefry2x32")
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, keys)
+    slot: int
+    root_token_id: int = 0
+    emitted: int = 0
+    remaining: int = 0
+    finished: bool = True
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    key: tuple[int, int] = (0, 0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlotBatch:
-    """The W sequences of a round.
+    """The W sequences of a round, in two arrays: each small array that goes to a GPU costs as much as a kernel.
 
     Attributes:
-      slots: int32[W], distinct; None: W is the number of slots, and row i is slot i.
-      root_token_ids: int32[W], newest tokens: emitted, in no cache yet.
-      emitted: int32[W], new tokens so far.
-      remaining: int32[W], new tokens still allowed.
-      finished: bool[W], True for a row that only fills the batch. Its slot keeps its length; rows behind the length
-        may be overwritten.
+      integers: int32[W, 8]: slot, root token, emitted, remaining, finished, top-k, the two words of the key.
+      reals: float32[W, 3]: temperature, top-p, min-p.
+      in_order: static; W is the number of slots, and row i is slot i.
     """
 
-    slots: Any
-    root_token_ids: Any
-    emitted: Any
-    remaining: Any
-    finished: Any
+    integers: jax.Array
+    reals: jax.Array
+    in_order: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @classmethod
+    def pack(cls, rows: Sequence[SlotRow], num_slots: int) -> SlotBatch:
+        """The rows on the device. Raises ValueError for slots that are not distinct, and, where there is a row for
+        each of the `num_slots` slots, not in order.
+        """
+        slots = [row.slot for row in rows]
+        in_order = len(rows) == num_slots
+        if len(set(slots)) != len(slots) or (in_order and slots != list(range(num_slots))):
+            raise ValueError(f"rows: got slots {slots}, allowed are distinct ones, and all {num_slots} in order")
+        integers = np.array(
+            [[r.slot, r.root_token_id, r.emitted, r.remaining, r.finished, r.top_k, *r.key] for r in rows], np.uint32
+        )
+        reals = np.array([[r.temperature, r.top_p, r.min_p] for r in rows], np.float32)
+        return cls(*jax.device_put((integers.view(np.int32), reals)), in_order)
+
+    @property
+    def slots(self) -> jax.Array | None:
+        """int32[W], None for all in order."""
+        return None if self.in_order else self.integers[:, 0]
+
+    @property
+    def root_token_ids(self) -> jax.Array:
+        return self.integers[:, 1]
+
+    @property
+    def emitted(self) -> jax.Array:
+        return self.integers[:, 2]
+
+    @property
+    def remaining(self) -> jax.Array:
+        return self.integers[:, 3]
+
+    @property
+    def finished(self) -> jax.Array:
+        return self.integers[:, 4] != 0
+
+    def sampling(self) -> SamplingParams:
+        words = jax.lax.bitcast_convert_type(self.integers[:, 6:8], jnp.uint32)
+        keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+        temperature, top_p, min_p = (self.reals[:, i] for i in range(3))
+        return SamplingParams(temperature, self.integers[:, 5], top_p, min_p, keys)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class SlotOutput:
-    """What a round emitted: fields as in `tree.RoundOutput`; num_nodes int32[W] of the trees, the roots included."""
+    """What a round emitted, on the host: fields as in `tree.RoundOutput`; num_nodes int32[W] of the trees, the roots
+    included.
+    """
 
-    token_ids: jax.Array  # [W, D + 1]
-    counts: jax.Array  # [W]
-    acceptance_lengths: jax.Array  # [W]
-    finished: jax.Array  # [W]
-    num_nodes: jax.Array  # [W]
+    token_ids: np.ndarray  # [W, D + 1]
+    counts: np.ndarray  # [W]
+    acceptance_lengths: np.ndarray  # [W]
+    num_nodes: np.ndarray  # [W]
+
+    @classmethod
+    def fetch(cls, packed: jax.Array) -> SlotOutput:
+        """From what `finish_slots` gives; waits for it."""
+        values = np.asarray(packed)
+        return cls(values[:, 3:], values[:, 0], values[:, 1], values[:, 2])
 
 
-def key_words(seed: int) -> np.ndarray:
-    """uint32[2]: the key that `generate` gives a sequence with this seed."""
-    return np.asarray(jax.random.key_data(key_from_seed(seed)), np.uint32)
+def key_words(seed: int) -> tuple[int, int]:
+    """The two words of the key that `generate` gives a sequence with this seed."""
+    first, second = np.asarray(jax.random.key_data(key_from_seed(seed)), np.uint32).tolist()
+    return first, second
 
 
 def pool_capacity(context_length: int, chunk_tokens: int, max_depth: int) -> int:
@@ -190,14 +245,14 @@ def prefill_slots(
 
 @functools.partial(jax.jit, static_argnames="plan")
 def first_tokens(
-    plan: Plan, weights: Weights, hidden: jax.Array, sampling: SlotSampling, rows: jax.Array | None
+    plan: Plan, weights: Weights, hidden: jax.Array, batch: SlotBatch, rows: jax.Array | None
 ) -> jax.Array:
     """int32[W]: the first new tokens. hidden: [W, D]; rows: int32[W, words] that grammars allow, None without one."""
     logits = plan.target.merge(weights.target).logits(hidden)[:, None]
     if rows is not None:
         logits = mask_logits(logits, rows[:, None])
     zeros = jnp.zeros((logits.shape[0],), jnp.int32)
-    return choose_tokens(logits, zeros[:, None], zeros, sampling.params(), mode=plan.mode)[:, 0]
+    return choose_tokens(logits, zeros[:, None], zeros, batch.sampling(), mode=plan.mode)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "extent", "with_candidates"))
@@ -235,20 +290,23 @@ def finish_slots(
     batch: SlotBatch,
     tree: DraftTree,
     verified: Verified,
-    sampling: SlotSampling,
     rows: jax.Array | None = None,
-) -> tuple[Pool, SlotOutput]:
+) -> tuple[Pool, jax.Array]:
     """The rest of a round: choose, accept, commit. Stop tokens are for the host to find in what was emitted.
 
     rows: int32[W, N, words] for a plan with grammar "rows". Padding rows of the batch take any.
+
+    Returns:
+      The pool, and int32[W, 3 + D + 1] for `SlotOutput.fetch`.
     """
-    functions = round_functions(plan, weights, sampling.params(), rows=rows, slots=batch.slots)
+    functions = round_functions(plan, weights, batch.sampling(), rows=rows, slots=batch.slots)
     stop_token_ids = jnp.zeros((0,), jnp.int32)
     lengths = pool.cache.lengths if batch.slots is None else jnp.take(pool.cache.lengths, batch.slots)
     state = _state(plan, pool, batch, lengths)
     state, out = finish_round(state, tree, verified, functions, stop_token_ids, max_depth=plan.max_depth)
-    output = SlotOutput(out.token_ids, out.counts, out.acceptance_lengths, state.finished, tree.num_nodes)
-    return settle((Pool(state.cache, state.draft_cache), output), plan.target.mesh)
+    counters = jnp.stack([out.counts, out.acceptance_lengths, jnp.asarray(tree.num_nodes)], axis=1)
+    packed = jnp.concatenate([counters, out.token_ids], axis=1)
+    return settle((Pool(state.cache, state.draft_cache), packed), plan.target.mesh)
 
 
 def _viewed(pool: Pool, batch: SlotBatch, extent: int) -> Pool:

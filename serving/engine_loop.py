@@ -75,6 +75,9 @@ class DeviceThread:
         with self._changed:
             if self._state != READY:
                 raise NotReadyError(f"the server is {self._state}; try again later, or another server")
+            tokens, limit = len(job.request.prompts[0]) + job.request.max_new_tokens, self._settings.context_length
+            if tokens > limit:
+                raise ValueError(f"request: got {tokens} tokens, prompt and output together, allowed are {limit}")
             if job.request_id in self._live:
                 raise ValueError(f"request_id: got {job.request_id!r}, which is in use; allowed is one that is not")
             queued = len(self._inbox) + len(self._waiting)
@@ -133,26 +136,36 @@ class DeviceThread:
     # --- the device thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        end: Exception = NotReadyError("the server shuts down")
         try:
             runner = Runner(self._engine, self._settings)
             self._slots = SlotTable(self._settings.max_running_requests, prefix_reuse=runner.reuses_prefixes)
             runner.warm_up(self._progress, stopped=lambda: self._state != LOADING)
-        except Exception:
-            _log.exception("the device thread could not start")
-            self._end_all(InternalError("the server could not start; its log says why"))
             with self._changed:
-                self._state = STOPPED
+                if self._state == LOADING:
+                    self._state = READY
                 self._changed.notify_all()
-            return
+            while self._take_news():
+                self._turn(runner)
+        except Exception:
+            _log.exception("the device thread cannot go on")
+            end = InternalError("the server cannot go on; its log says why")
         with self._changed:
-            if self._state == LOADING:
-                self._state = READY
+            self._state = STOPPED
             self._changed.notify_all()
-        while self._take_news():
+        self._end_all(end)
+
+    def _turn(self, runner: Runner) -> None:
+        try:
             self._step(runner)
             self._publish()
-        self._end_all(NotReadyError("the server shuts down"))
-        self._publish()
+        except Exception:
+            # Nothing is known about who was hit: all that runs ends, and the next request finds new caches.
+            _log.exception("fault in the device thread")
+            for sequence in list(self._running):
+                self._fail(sequence, _internal(sequence.job.request_id), intact=False)
+            self._slots.forget()
+            runner.reset()
 
     def _take_news(self) -> bool:
         """Waits for something to do; False when the thread must end."""
@@ -194,6 +207,8 @@ class DeviceThread:
             self._round(runner, ready)
 
     def _open(self, runner: Runner, job: Job, submitted: float) -> None:
+        for sequence in self._running:
+            self._slots.hold(sequence.slot, sequence.committed())
         place = self._slots.acquire(job.request.prompts[0])
         assert place is not None
         try:
@@ -216,7 +231,6 @@ class DeviceThread:
         except Exception as error:
             self._recover(runner, error, [sequence], "prefill")
             return
-        self._slots.hold(sequence.slot, sequence.committed())
         self._observer.prefill_finished(sequence.prefilled - before, time.perf_counter() - started)
         if token is not None:
             self._take(sequence, [token])
@@ -260,7 +274,6 @@ class DeviceThread:
     def _take(self, sequence: RunningSequence, token_ids: list[int]) -> None:
         """Hands new tokens on, and ends the sequence where they end it."""
         taken, finished = sequence.take(token_ids)
-        self._slots.hold(sequence.slot, sequence.committed())
         self._recent.append((time.monotonic(), len(taken)))
         if taken:
             self._emit(sequence.job, Tokens(tuple(taken), sequence.place.length))
@@ -272,8 +285,9 @@ class DeviceThread:
         self._observer.request_finished(sequence.record(finished.finish_reason, finished.error))
         self._end(sequence.job, finished)
 
-    def _fail(self, sequence: RunningSequence, error: Exception) -> None:
-        self._leave(sequence)
+    def _fail(self, sequence: RunningSequence, error: Exception, *, intact: bool = True) -> None:
+        """intact: the caches hold what the host believes."""
+        self._leave(sequence, intact=intact)
         self._observer.request_finished(sequence.record(status_of(error).name, str(error)))
         self._end(sequence.job, Failed(error))
 
@@ -281,7 +295,8 @@ class DeviceThread:
         self._observer.request_finished(waiting_record(job, submitted, status_of(error).name, str(error)))
         self._end(job, Failed(error))
 
-    def _leave(self, sequence: RunningSequence) -> None:
+    def _leave(self, sequence: RunningSequence, *, intact: bool = True) -> None:
+        self._slots.hold(sequence.slot, sequence.committed() if intact else ())
         self._running.remove(sequence)
         self._slots.release(sequence.slot)
 
@@ -303,15 +318,14 @@ class DeviceThread:
         ids = ", ".join(s.job.request_id for s in sequences)
         _log.error("fault in %s of requests %s", what, ids, exc_info=error)
         for sequence in sequences:
-            self._slots.hold(sequence.slot, ())
-            self._fail(sequence, _internal(sequence.job.request_id))
+            self._fail(sequence, _internal(sequence.job.request_id), intact=False)
         if not runner.recover():
             return
         # The caches went into the program that failed: prompts start anew, and streams cannot go on.
         self._slots.forget()
         for sequence in list(self._running):
             if sequence.token_ids:
-                self._fail(sequence, _internal(sequence.job.request_id))
+                self._fail(sequence, _internal(sequence.job.request_id), intact=False)
             else:
                 sequence.restart()
                 runner.open(sequence.place)

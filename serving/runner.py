@@ -82,7 +82,7 @@ class Runner:
             settings.context_length, settings.chunked_prefill_size, self._plan.max_depth
         )
         self._rounds = 0
-        self._pool = self._new_pool()
+        self._pool: device.Pool | None = self._new_pool()
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -96,8 +96,13 @@ class Runner:
         """After an exception: a new pool, and True, if the old one went into the program that failed."""
         if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pool)):
             return False
-        self._pool = self._new_pool()
+        self.reset()
         return True
+
+    def reset(self) -> None:
+        """New, empty caches in place of the old ones."""
+        self._pool = None  # first: there may be no room for both
+        self._pool = self._new_pool()
 
     def open(self, place: Place) -> None:
         """Starts a sequence in its slot."""
@@ -126,27 +131,21 @@ class Runner:
         if sequence.prefilled < len(sequence.prompt):
             return None
         rows = None if sequence.grammar is None else sequence.grammar.root_row()[None]
-        root = device.first_tokens(self._prompt_plan, self._weights, hidden, _sampling([sequence], 1), rows)
+        batch = device.SlotBatch.pack([_row(sequence)], self.settings.max_running_requests)
+        root = device.first_tokens(self._prompt_plan, self._weights, hidden, batch, rows)
         return int(root[0])
 
     def round(self, sequences: Sequence[RunningSequence]) -> RoundResult:
         """One round of these sequences, all through with their prompts."""
         num_slots = self.settings.max_running_requests
         width = next(w for w in widths(num_slots) if w >= len(sequences))
-        slots = [s.slot for s in sequences]
-        if width == num_slots:
-            at = slots
-        else:
-            at = list(range(len(sequences)))
-            # Rows that only fill the width get slots of their own: rows behind the length of one are no one's.
-            slots += [slot for slot in range(num_slots) if slot not in slots][: width - len(slots)]
-        batch = device.SlotBatch(
-            slots=None if width == num_slots else np.array(slots, np.int32),
-            root_token_ids=_placed(at, [s.token_ids[-1] for s in sequences], width, np.int32, 0),
-            emitted=_placed(at, [len(s.token_ids) for s in sequences], width, np.int32, 0),
-            remaining=_placed(at, [s.remaining for s in sequences], width, np.int32, 0),
-            finished=_placed(at, [False] * len(sequences), width, np.bool_, True),
-        )
+        by_slot = {s.slot: s for s in sequences}
+        # Rows that only fill the width get slots of their own: what lies behind the length of a slot is no one's.
+        others = [slot for slot in range(num_slots) if slot not in by_slot][: width - len(sequences)]
+        slots = sorted([*by_slot, *others])
+        rows = [_row(by_slot[slot]) if slot in by_slot else device.SlotRow(slot) for slot in slots]
+        at = [slots.index(s.slot) for s in sequences]
+        batch = device.SlotBatch.pack(rows, num_slots)
         grammars = {row: s.grammar for row, s in zip(at, sequences, strict=True) if s.grammar is not None}
         plan = self._grammar_plan if grammars else self._plan
         extent = device.extent_of(max(s.length for s in sequences), self.capacity)
@@ -164,20 +163,20 @@ class Runner:
             tree, visits, failures = filter_drafts(plan, grammars, tree, candidates)
             clock.lap("grammar")
         verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
-        rows = None
+        allowed = None
         if grammars:
             # Beside the target's pass.
             if not filtered:
                 visits = tree_walks(grammars, jax.device_get(tree))
-            rows, more = visited_rows(visits, tree.token_ids.shape, self._num_words)
+            allowed, more = visited_rows(visits, tree.token_ids.shape, self._num_words)
             failures |= more
             clock.lap("grammar")
         clock.lap("verify", verified)
         if failures:
-            batch.finished[list(failures)] = True
-        sampling = _sampling(sequences, width, at)
-        self._pool, out = device.finish_slots(plan, self._weights, self._pool, batch, tree, verified, sampling, rows)
-        out = jax.device_get(out)
+            rows = [dataclasses.replace(row, finished=True) if i in failures else row for i, row in enumerate(rows)]
+            batch = device.SlotBatch.pack(rows, num_slots)
+        self._pool, out = device.finish_slots(plan, self._weights, self._pool, batch, tree, verified, allowed)
+        out = device.SlotOutput.fetch(out)
         clock.lap("finish")
         return RoundResult(
             token_ids=[out.token_ids[row, : out.counts[row]].tolist() for row in at],
@@ -207,41 +206,27 @@ class Runner:
                 self._prompt_plan, self._weights, self._pool, zero, chunk, zero + 1, extent
             )
             self.open(Place(0, 0, 0))
-        for rows in grammar_rows:
-            device.first_tokens(self._prompt_plan, self._weights, hidden, _sampling([], 1), rows)
         num_slots = self.settings.max_running_requests
+        for rows in grammar_rows:
+            batch = device.SlotBatch.pack([device.SlotRow(0)], num_slots)
+            device.first_tokens(self._prompt_plan, self._weights, hidden, batch, rows)
         for width in widths(num_slots):
             for plan in (self._plan, self._grammar_plan)[: len(grammar_rows)]:
                 if stopped():
                     return
                 progress(f"compiling the round of {width} sequences{', grammar' * (plan.grammar != 'none')} ...")
-                self._idle_round(plan, width, None if width == num_slots else np.arange(width, dtype=np.int32), extent)
+                self._idle_round(plan, device.SlotBatch.pack([device.SlotRow(i) for i in range(width)], num_slots))
         jax.block_until_ready(self._pool)
 
-    def _idle_round(self, plan: decoding.Plan, width: int, slots: np.ndarray | None, extent: int) -> None:
-        batch = device.SlotBatch(
-            slots=slots,
-            root_token_ids=np.zeros((width,), np.int32),
-            emitted=np.zeros((width,), np.int32),
-            remaining=np.zeros((width,), np.int32),
-            finished=np.ones((width,), np.bool_),
-        )
-        constrained = plan.grammar != "none"
-        tree, _ = device.draft_slots(
-            plan,
-            self._weights,
-            self._pool,
-            batch,
-            extent=extent,
-            with_candidates=constrained and plan.drafter is not None,
-        )
-        if constrained and plan.drafter is not None:
+    def _idle_round(self, plan: decoding.Plan, batch: device.SlotBatch) -> None:
+        constrained, extent = plan.grammar != "none", device.extent_of(0, self.capacity)
+        filtered = constrained and plan.drafter is not None
+        tree, _ = device.draft_slots(plan, self._weights, self._pool, batch, extent=extent, with_candidates=filtered)
+        if filtered:
             tree = jax.device_get(tree)
         verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
         rows = -np.ones((*tree.token_ids.shape, self._num_words), np.int32) if constrained else None
-        self._pool, _ = device.finish_slots(
-            plan, self._weights, self._pool, batch, tree, verified, _sampling([], width), rows
-        )
+        self._pool, _ = device.finish_slots(plan, self._weights, self._pool, batch, tree, verified, rows)
 
 
 class _Clock:
@@ -263,23 +248,17 @@ class _Clock:
         return self._laps | {"round": time.perf_counter() - self._started}
 
 
-def _placed(at: Sequence[int], values: Sequence[object], width: int, dtype: type, rest: object) -> np.ndarray:
-    out = np.full((width,), rest, dtype)
-    out[list(at)] = values
-    return out
-
-
-def _sampling(sequences: Sequence[RunningSequence], width: int, at: Sequence[int] | None = None) -> device.SlotSampling:
-    """The sampling of sequences at rows `at` (in order, if not given); other rows are greedy."""
-    at = range(len(sequences)) if at is None else at
-    requests = [s.job.request for s in sequences]
-    key_data = np.zeros((width, 2), np.uint32)
-    for row, sequence in zip(at, sequences, strict=True):
-        key_data[row] = sequence.key_data
-    return device.SlotSampling(
-        temperature=_placed(at, [r.temperature for r in requests], width, np.float32, 0.0),
-        top_k=_placed(at, [r.top_k or 0 for r in requests], width, np.int32, 0),
-        top_p=_placed(at, [1.0 if r.top_p is None else r.top_p for r in requests], width, np.float32, 1.0),
-        min_p=_placed(at, [r.min_p or 0.0 for r in requests], width, np.float32, 0.0),
-        key_data=key_data,
+def _row(sequence: RunningSequence) -> device.SlotRow:
+    request = sequence.job.request
+    return device.SlotRow(
+        slot=sequence.slot,
+        root_token_id=sequence.token_ids[-1] if sequence.token_ids else 0,
+        emitted=len(sequence.token_ids),
+        remaining=sequence.remaining,
+        finished=False,
+        temperature=request.temperature,
+        top_k=request.top_k or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        key=sequence.key,
     )

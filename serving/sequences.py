@@ -6,8 +6,6 @@ import dataclasses
 import time
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
 from ddtree_jax.algorithm import capabilities
 from ddtree_jax.grammar_rounds import DEAD_END, Failure
 from ddtree_jax.grammar_walk import SequenceGrammar
@@ -45,7 +43,7 @@ class RunningSequence:
     opened: float
     grammar: SequenceGrammar | None
     stops: StopStrings | None
-    key_data: np.ndarray  # uint32[2]
+    key: tuple[int, int]  # of `ddtree_jax.slots.key_words`
     prefilled: int = 0
     token_ids: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
@@ -65,7 +63,7 @@ class RunningSequence:
             opened=time.monotonic(),
             grammar=None if compiled is None else compiled.start(),
             stops=stops,
-            key_data=key_words(request.seeds[0]),
+            key=key_words(request.seeds[0]),
             prefilled=place.length,
         )
 

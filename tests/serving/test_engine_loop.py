@@ -289,6 +289,44 @@ def test_a_fault_ends_those_it_hit_and_no_others(make_loop, monkeypatch, alone, 
     assert loop.thread.state == "ready"
 
 
+def test_a_fault_outside_the_programs_ends_what_runs_and_the_next_request_works(make_loop, monkeypatch, alone):
+    loop = make_loop()
+    gate = held(loop, max_new_tokens=60)
+
+    def faulty(record):
+        monkeypatch.undo()
+        raise RuntimeError("a secret of the program")
+
+    monkeypatch.setattr(loop.records, "round_finished", faulty)
+    gate.go.set()
+    assert isinstance(gate.error(), InternalError)
+    after = loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    assert after.finished() and after.token_ids == alone[3].token_ids
+
+
+def test_without_room_for_new_caches_the_thread_ends_and_so_do_its_requests(make_loop, monkeypatch):
+    loop = make_loop(max_running_requests=1)
+    gate = held(loop, max_new_tokens=60)
+    waiting = loop.ask(PROMPTS[0])
+
+    def faulty(*args, **kwargs):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(loop.records, "round_finished", faulty)
+    monkeypatch.setattr(device, "make_pool", faulty)
+    gate.go.set()
+    assert isinstance(gate.error(), InternalError)
+    assert isinstance(waiting.error(), InternalError)
+    assert loop.thread.state == "stopped"
+    with pytest.raises(NotReadyError, match="stopped"):
+        loop.ask(PROMPTS[0])
+
+
+def test_a_request_longer_than_its_slot_is_refused(shared_loop):
+    with pytest.raises(ValueError, match="got 161 tokens, prompt and output together, allowed are 160"):
+        shared_loop.ask(PROMPTS[5], max_new_tokens=61)
+
+
 def test_a_listener_that_raises_harms_nobody(shared_loop):
     def raising(event):
         raise RuntimeError("listener")
