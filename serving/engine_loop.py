@@ -47,6 +47,8 @@ class DeviceThread:
         self._inbox: collections.deque[tuple[Job, float]] = collections.deque()
         self._aborted: set[str] = set()
         self._live: set[str] = set()  # ids of jobs that have not ended
+        self._faulty = False
+        self._watchers: list[Callable[[], None]] = []
         # The device thread's own.
         self._waiting: collections.deque[tuple[Job, float]] = collections.deque()
         self._running: list[RunningSequence] = []  # in the order in which they got their slots
@@ -69,6 +71,16 @@ class DeviceThread:
         with self._changed:
             self._changed.wait_for(lambda: self._state != LOADING, timeout_s)
             return self._state == READY
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Calls back, on the device thread, if that thread ends by a fault: nothing will be served any more. At once
+        where that has happened.
+        """
+        with self._changed:
+            if not self._faulty:
+                self._watchers.append(callback)
+                return
+        callback()
 
     def submit(self, job: Job) -> None:
         """Queues a job. Raises QueueFullError, NotReadyError, or ValueError for an id that is in use."""
@@ -152,8 +164,12 @@ class DeviceThread:
             end = InternalError("the server cannot go on; its log says why")
         with self._changed:
             self._state = STOPPED
+            self._faulty = isinstance(end, InternalError)
+            watchers = self._watchers if self._faulty else []
             self._changed.notify_all()
         self._end_all(end)
+        for callback in watchers:
+            callback()
 
     def _turn(self, runner: Runner) -> None:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -59,6 +61,7 @@ class Server:
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
+        self._ended = asyncio.Event()
         self._servicer = Servicer(served_model_name=options.served_model_name)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -137,6 +140,8 @@ class Server:
         self._servicer.backend = backend
         for name in ("", SERVICE):
             await self._health.set(name, _SERVING)
+        if backend.watch is not None:
+            backend.watch(functools.partial(_set_from_thread, asyncio.get_running_loop(), self._ended))
         _log.info("ready")
         self._loaded.set_result(None)
 
@@ -146,6 +151,10 @@ class Server:
         stopped at once.
         """
         return self._loading is not None and self._loading.is_alive()
+
+    async def ended(self) -> None:
+        """Waits until the loop has ended by a fault of its own, and nothing more can be served."""
+        await self._ended.wait()
 
     async def loaded(self) -> None:
         """Waits until requests are served. Raises what the factory raised."""
@@ -207,7 +216,8 @@ async def serve(
         cannot be interrupted, and aborts the process when the interpreter goes from under it.
 
     Returns:
-      The exit status: 0 after a signal, 1 where the model could not be loaded (the log says why).
+      The exit status: 0 after a signal, 1 where the model could not be loaded or the device thread ended by a fault
+      (the log says why).
 
     Raises ValueError as `Server.start`.
     """
@@ -226,17 +236,18 @@ async def serve(
         if on_start is not None:
             on_start(server)
         status, wait = 0, asyncio.ensure_future(told.wait())
-        loading = asyncio.ensure_future(server.loaded())
+        loading, ended = asyncio.ensure_future(server.loaded()), asyncio.ensure_future(server.ended())
         await asyncio.wait([wait, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and (error := loading.exception()) is not None:
             status = 1
             _report(error)
         else:
-            await wait
+            await asyncio.wait([wait, ended], return_when=asyncio.FIRST_COMPLETED)
+            status = 0 if wait.done() else 1
         await server.stop()
-        for task in (wait, loading):
+        for task in (wait, loading, ended):
             task.cancel()
-        await asyncio.gather(wait, loading, return_exceptions=True)
+        await asyncio.gather(wait, loading, ended, return_exceptions=True)
         if server.is_loading:
             sys.stdout.flush()
             leave(status)
@@ -244,6 +255,11 @@ async def serve(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
+        loop.call_soon_threadsafe(event.set)
 
 
 def _report(error: BaseException) -> None:

@@ -46,6 +46,7 @@ class Backend:
     settings: those that the loop runs with.
     loop: ready.
     stop: ends the loop; blocks until its thread has ended. Called once, in a thread.
+    watch: takes what is called, from any thread, if the loop ends by a fault of its own; None: it cannot tell.
     observer: told of requests that never reach the loop; must then take calls from the event loop's thread too.
     """
 
@@ -53,6 +54,7 @@ class Backend:
     settings: LoopSettings
     loop: EngineLoop
     stop: Callable[[], None]
+    watch: Callable[[Callable[[], None]], None] | None = None
     observer: Observer | None = None
 
 

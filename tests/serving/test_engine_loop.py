@@ -314,12 +314,18 @@ def test_without_room_for_new_caches_the_thread_ends_and_so_do_its_requests(make
 
     monkeypatch.setattr(loop.records, "round_finished", faulty)
     monkeypatch.setattr(device, "make_pool", faulty)
+    told = threading.Event()
+    loop.thread.watch(told.set)
     gate.go.set()
     assert isinstance(gate.error(), InternalError)
     assert isinstance(waiting.error(), InternalError)
     assert loop.thread.state == "stopped"
     with pytest.raises(NotReadyError, match="stopped"):
         loop.ask(PROMPTS[0])
+    assert told.wait(WAIT_S)
+    late = []
+    loop.thread.watch(lambda: late.append(True))
+    assert late == [True]
 
 
 def test_a_request_longer_than_its_slot_is_refused(shared_loop):

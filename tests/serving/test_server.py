@@ -214,6 +214,18 @@ class TestShutdown:
         run(test())
         assert signal.getsignal(number) is before
 
+    def test_a_loop_that_ends_by_a_fault_ends_serve_with_status_1(self) -> None:
+        async def test() -> None:
+            loop, started, watchers = FakeLoop(settings()), asyncio.get_running_loop().create_future(), []
+            backend = Backend(engine=outline(), settings=settings(), loop=loop, stop=loop.stop, watch=watchers.append)
+            task = asyncio.ensure_future(serve(lambda: backend, ListenOptions(port=0), on_start=started.set_result))
+            await (await started).loaded()
+            await asyncio.to_thread(watchers.pop())
+            assert await task == 1
+            assert loop.stopped.is_set()
+
+        run(test())
+
     @pytest.mark.parametrize("error", [CheckpointError("no such folder"), KeyError("a bug")], ids=["expected", "bug"])
     def test_a_load_that_fails_ends_serve_with_status_1(self, error: Exception, caplog) -> None:
         def factory() -> Backend:
