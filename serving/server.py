@@ -61,6 +61,8 @@ class Server:
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
+        # A daemon: a load that is under way cannot be interrupted, and must not keep a stopped process alive.
+        self._loading = threading.Thread(target=self._load, args=(self._loaded.get_loop(),), name="load", daemon=True)
         self._servicer = Servicer(served_model_name=options.served_model_name)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -101,9 +103,7 @@ class Server:
         await server.start()
         self._server = server
         _log.info("listening on %s port %d; loading", self._options.host, self.port)
-        loop = asyncio.get_running_loop()
-        # A daemon: a load that is under way cannot be interrupted, and must not keep a stopped process alive.
-        threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
+        self._loading.start()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         """In the loading thread."""
@@ -133,6 +133,10 @@ class Server:
     async def loaded(self) -> None:
         """Waits until requests are served. Raises what the factory raised."""
         await asyncio.shield(self._loaded)
+
+    def is_loading(self) -> bool:
+        """Whether the factory runs, which it may also do after a `stop`."""
+        return self._loading.is_alive()
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Ends the server: not serving; running requests finish, for `grace_s` seconds (None: as the options say);
