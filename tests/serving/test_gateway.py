@@ -213,7 +213,6 @@ class TestGrammars:
     def test_a_dead_end_is_told_and_not_tried_again(self, server, gateway):
         """A special token is no text, and the server finds out when the text has come to it."""
         body = {"prompt": PROMPT, "max_tokens": 40, "ebnf": 'start: "import" <[1]>'}
-        before = len(server.requests())
         status, answer = gateway.ask(COMPLETIONS, **body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
         assert "grammar: dead end" in answer["error"]["message"]
@@ -223,8 +222,7 @@ class TestGrammars:
         status, last = gateway.ask(COMPLETIONS, prompt=PROMPT, max_tokens=1)
         assert status == 200
         server.request(last["id"])  # lines come in order: those of the tries are there
-        outcomes = [line["outcome"] for line in server.requests()[before:]]
-        assert outcomes == ["dead_end", "dead_end", "length"]
+        assert [line["outcome"] for line in server.requests()].count("dead_end") == 2
 
 
 def refused(gateway, path, prompt, body):
@@ -290,10 +288,11 @@ class TestRefusals:
 
 @pytest.mark.slow
 class TestClientsThatLeave:
-    BODY = {"prompt": PROMPT, "max_tokens": CONTEXT - 32, "ignore_eos": True}
+    # The one prompt here of so many tokens: a log line has no other mark that a client could give it.
+    BODY = {"prompt": "# left\n" * 40, "max_tokens": 300, "ignore_eos": True}
 
     def cancelled(self, server):
-        return [line for line in server.requests() if line["outcome"] == "CANCELLED"]
+        return [line for line in server.requests() if line["outcome"] == "CANCELLED" and line["prompt_tokens"] >= 120]
 
     def check_left(self, server, before):
         (line,) = wait_for(lambda: self.cancelled(server)[len(before) :])
@@ -321,7 +320,6 @@ def test_two_servers_share_the_requests_and_one_that_stops_is_left_out(server, p
         workers = gateway.get("/workers")[1]["workers"]
         assert {worker["url"] for worker in workers} == {f"grpc://{s.address}" for s in (server, other)}
         assert [model["id"] for model in gateway.get("/v1/models")[1]["data"]] == ["demo"]
-        num_before = [len(each.requests()) for each in (server, other)]
         ids = []
         for prompt in PROMPTS * 2:
             status, answer = gateway.ask(COMPLETIONS, prompt=prompt, max_tokens=9)
@@ -329,27 +327,27 @@ def test_two_servers_share_the_requests_and_one_that_stops_is_left_out(server, p
             ids.append(answer["id"])
 
         def shares():
-            lines = [each.requests()[n:] for each, n in zip((server, other), num_before, strict=True)]
-            return [[line["request_id"] for line in some] for some in lines]
+            """Which of the ids each of the two has brought to their end."""
+            lines = [[line for line in each.requests() if line["outcome"] == "length"] for each in (server, other)]
+            return [[line["request_id"] for line in some if line["request_id"] in ids] for some in lines]
 
         wait_for(lambda: sum(map(len, shares())) == len(ids))
         assert sorted(sum(shares(), [])) == sorted(ids) and min(map(len, shares())) >= 2
 
-        num_before = len(other.requests())
-        with (  # one of the two runs on the server that is told to stop, and comes to its end there
-            gateway.opened(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 64, "stream": True}) as one,
-            gateway.opened(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 64, "stream": True}) as two,
-        ):
+        long = {"prompt": PROMPT, "max_tokens": 80, "stream": True}
+        with gateway.opened(COMPLETIONS, long) as one, gateway.opened(COMPLETIONS, long) as two:
             streams = [events_of(one), events_of(two)]
             firsts = [next(stream) for stream in streams]
+            ids = [json.loads(first)["id"] for first in firsts]
             other.process.send_signal(signal.SIGTERM)
             for first, stream in zip(firsts, streams, strict=True):
                 *events, done = [first, *stream]
-                assert done == "[DONE]" and joined(map(json.loads, events)) == (plain(PROMPT, 64).text, "length")
+                assert done == "[DONE]" and joined(map(json.loads, events)) == (plain(PROMPT, 80).text, "length")
         for prompt in PROMPTS * 2:  # at once, and so before the gateway can know
             assert ask(gateway, COMPLETIONS, prompt, max_tokens=9)[0] == plain(prompt, 9).text
         assert other.process.wait(WAIT_S) == 0
-        assert [line["outcome"] for line in other.requests()[num_before:]].count("length") == 1
+        wait_for(lambda: sum(map(len, shares())) == 2)
+        assert list(map(len, shares())) == [1, 1]  # the one that was told to stop has finished its own
         wait_for(lambda: gateway.num_healthy() == 1)
         for prompt in PROMPTS:
             assert ask(gateway, COMPLETIONS, prompt, max_tokens=9)[0] == plain(prompt, 9).text
