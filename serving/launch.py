@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 
 import jax
@@ -19,7 +20,8 @@ Progress = Callable[[str], None]
 
 
 def serve(config: ServerConfig, progress: Progress | None) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit status. Call it in the main thread.
+    """Serves until SIGTERM or SIGINT and returns the exit status. Call it in the main thread. If the model still loads
+    when the grace period is over, the process ends here.
 
     progress: called with a line of text now and then while the model loads and compiles; None: the log has them.
 
@@ -51,13 +53,17 @@ def serve(config: ServerConfig, progress: Progress | None) -> int:
             shutdown_grace_s=config.grace_period,
             served_model_name=config.model_name,
         )
-        return asyncio.run(
-            server.serve(
-                lambda: _start(plan, telemetry, report),
-                options,
-                on_start=lambda running: print(_banner(plan, running.port), flush=True),
-            )
-        )
+        started: list[server.Server] = []
+
+        def on_start(running: server.Server) -> None:
+            started.append(running)
+            print(_banner(plan, running.port), flush=True)
+
+        status = asyncio.run(server.serve(lambda: _start(plan, telemetry, report), options, on_start=on_start))
+    if started[0].is_loading:
+        # Python's own end would take the interpreter from the compiler, which then crashes the process.
+        os._exit(status)
+    return status
 
 
 def _start(plan: Plan, telemetry: Telemetry, report: Progress) -> object:

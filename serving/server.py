@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 
@@ -205,15 +203,14 @@ async def serve(
     options: ListenOptions,
     *,
     on_start: Callable[[Server], None] | None = None,
-    leave: Callable[[int], object] = os._exit,
 ) -> int:
     """Serves until SIGTERM or SIGINT; a second signal ends the grace period. Call it in the main thread.
+
+    Where the signal comes while the model loads, it still does so at the end (`Server.is_loading`).
 
     Args:
       factory, options: as for `Server`.
       on_start: called with the server once its port is bound.
-      leave: ends the process with a status, where the signal came while the model was loading. A program that compiles
-        cannot be interrupted, and aborts the process when the interpreter goes from under it.
 
     Returns:
       The exit status: 0 after a signal, 1 where the model could not be loaded or the device thread ended by a fault
@@ -248,9 +245,6 @@ async def serve(
         for task in (wait, loading, ended):
             task.cancel()
         await asyncio.gather(wait, loading, ended, return_exceptions=True)
-        if server.is_loading:
-            sys.stdout.flush()
-            leave(status)
         return status
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -23,6 +23,8 @@ They exist so that tree speculative decoding can be run, measured and tested any
 - `target/`: GlmMoeDsaForCausalLM with {num_layers} layers, MLA, {experts} experts (top {top}) and a
   shared one, DSA indexers in layers {full}, `index_topk` {index_topk}.
 - `target-nvfp4/`: the same with its routed experts as NVFP4 (`ddtree-jax convert --format nvfp4`).
+- `chat_template.jinja` in both target folders: the contents of a conversation's messages, joined by a line break, with
+  no roles and nothing after the last. A chat with this pair is one text that it goes on with.
 - `drafter/`: {drafter_architecture} with {draft_layers} layers, block {block}, taps after layers {taps}.
 - `heldout.json`: {prompts} prompts from held-out files: `id`, `source`, `license`, `prompt`,
   `prompt_ids`, `reference` (how the file goes on).

@@ -107,7 +107,7 @@ def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch):
             seen["stopped"] = True
 
     async def serve(factory, options, *, on_start):
-        on_start(types.SimpleNamespace(port=123))
+        on_start(types.SimpleNamespace(port=123, is_loading=lambda: False))
         seen.update(options=options, backend=factory())
         seen["backend"].stop()
         return 0

@@ -1,51 +1,22 @@
 """Load on loopback: a server process, a client process, and every answer compared with `generate`."""
 
-import contextlib
 import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import grpc
 import pytest
-from smg_grpc_proto import vllm_engine_pb2 as pb
-from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 import ddtree_jax
 from ddtree_jax.bench import held_out_prompts
 from serving.sequences import StopStrings
 from tests.serving.load_specs import make_specs
+from tests.serving.processes import START_S, server_process
 
 REQUESTS, NUM_SPECS, CONCURRENCY, SEED = 2000, 60, 32, 3
-START_S, LOAD_S = 600, 3000
+LOAD_S = 3000
 MEMORY_BYTES = 96 * 2**20  # that the server's process may have grown by between the first part of the load and its end
-
-
-@contextlib.contextmanager
-def server_process(*arguments):
-    """`python -m serving` with the shipped pair; gives (process, address, metrics port) once it takes requests."""
-    command = [sys.executable, "-m", "serving", "--port", "0", "--metrics-port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            address = re.search(r" at (\S+:\d+)", process.stdout.readline())[1]
-            with grpc.insecure_channel(address) as channel:
-                stub, until = pb_grpc.VllmEngineStub(channel), time.monotonic() + START_S
-                while not is_healthy(stub):
-                    assert process.poll() is None and time.monotonic() < until
-                    time.sleep(0.2)
-            yield process, address
-        finally:
-            process.terminate()
-            process.communicate(timeout=60)
-
-
-def is_healthy(stub):
-    try:
-        return stub.HealthCheck(pb.HealthCheckRequest()).healthy
-    except grpc.RpcError:
-        return False
 
 
 def resident_bytes(process):
@@ -79,11 +50,11 @@ def test_two_thousand_requests(demo_engine, tmp_path):
     }
     assert len({tuple(ids) for ids in plan["expected"]}) > NUM_SPECS / 2
     arguments = ("--max-running-requests", "8", "--context-length", "1024", "--speculative-ddtree-budget", "8")
-    with server_process(*arguments, "--log-level", "error") as (process, address):
+    with server_process(*arguments, "--metrics-port", "0", "--log-requests", "none") as server:
         totals = {}
         for part, requests in (("first", REQUESTS // 4), ("rest", REQUESTS - REQUESTS // 4)):
             file = tmp_path / f"{part}.json"
-            file.write_text(json.dumps(plan | {"address": address, "requests": requests}))
+            file.write_text(json.dumps(plan | {"address": server.address, "requests": requests}))
             command = [sys.executable, "-m", "tests.serving.load_client", str(file)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
             assert done.returncode == 0, done.stderr
@@ -92,11 +63,11 @@ def test_two_thousand_requests(demo_engine, tmp_path):
             for kind, count in score["counts"].items():
                 totals[kind] = totals.get(kind, 0) + count
             if part == "first":
-                before = resident_bytes(process)
+                before = resident_bytes(server.process)
         assert sum(totals.values()) == REQUESTS
         assert totals["full"] == 0.8 * REQUESTS
         assert totals["invalid"] == 0.05 * REQUESTS
         assert totals["cancelled"] > 0.05 * REQUESTS
         assert totals["late"] > 0.02 * REQUESTS
-        print(totals, "resident MB", before >> 20, resident_bytes(process) >> 20)
-        assert resident_bytes(process) < before + MEMORY_BYTES
+        print(totals, "resident MB", before >> 20, resident_bytes(server.process) >> 20)
+        assert resident_bytes(server.process) < before + MEMORY_BYTES

@@ -171,7 +171,7 @@ class TestShutdown:
         run(test())
 
     def test_a_signal_while_loading_leaves_at_once(self) -> None:
-        gate, left = threading.Event(), []
+        gate, started = threading.Event(), []
         loop = FakeLoop(settings())
 
         def factory() -> Backend:
@@ -179,8 +179,8 @@ class TestShutdown:
             assert gate.wait(TIMEOUT_S)
             return Backend(engine=outline(), settings=settings(), loop=loop, stop=loop.stop)
 
-        assert run(serve(factory, ListenOptions(port=0), leave=left.append)) == 0
-        assert left == [0]
+        assert run(serve(factory, ListenOptions(port=0), on_start=started.append)) == 0
+        assert started[0].is_loading
         gate.set()
         assert loop.stopped.wait(TIMEOUT_S)
 
