@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddtree_jax.capacity import CHECKED_CONTEXT, estimate
+from ddtree_jax.capacity import CHECKED_CONTEXT, Capacity, estimate
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.models.folders import Opened, open_drafter, open_target
 from ddtree_jax.models.pair import Drafter, Target
@@ -135,10 +135,14 @@ class OpenedPair:
         """An engine without weights, on which `requests.check_request` works as on the one that `read` returns."""
         return self._engine(self.target, self.drafter)
 
-    def read(self, progress: Progress | None = None) -> Engine:
-        """The engine. Raises `CheckpointError` if the pair cannot fit into memory, before anything is allocated."""
-        context = min(CHECKED_CONTEXT, self.target.config.max_position_embeddings)
-        capacity = estimate(self.target, self.drafter, context=context)
+    def read(self, progress: Progress | None = None, *, capacity: Capacity | None = None) -> Engine:
+        """The engine. Raises `CheckpointError` if the pair cannot fit into memory, before anything is allocated.
+
+        capacity: what it will need with its caches; None: with those of one sequence of `CHECKED_CONTEXT` tokens.
+        """
+        if capacity is None:
+            context = min(CHECKED_CONTEXT, self.target.config.max_position_embeddings)
+            capacity = estimate(self.target, self.drafter, context=context)
         for line in capacity.table().splitlines() if progress is not None else ():
             progress(line)
         capacity.require(self.name)

@@ -123,6 +123,9 @@ class ServerConfig:
         low=32,
         high=8192,
     )
+    constrained_json_disable_any_whitespace: bool = _flag(
+        False, "JSON under a schema is compact: a model may go on with white space for ever", group="requests"
+    )
     disable_radix_cache: bool = _flag(
         False, "compute every prompt from its start, also where a recent one began as it does", group="requests"
     )

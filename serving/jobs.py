@@ -17,9 +17,10 @@ class LoopSettings:
 
     algorithm, budget: of every request; budget is 0 for an algorithm that does not branch.
     max_running_requests: slots, sequences decoded together.
-    max_queued_requests: requests that may wait for a slot; one more is refused.
+    max_queued_requests: requests that may wait for a slot, one more is refused; 0: only what finds a slot free.
     context_length: tokens that a sequence may have, prompt and output together.
     chunked_prefill_size: prompt tokens that run between two rounds at most, a power of two >= 32.
+    compact_json: JSON under a schema has no white space between its tokens, with which a model may go on for ever.
     prefix_reuse: keep what finished sequences left in their slots for prompts that begin as they did.
     """
 
@@ -30,6 +31,7 @@ class LoopSettings:
     context_length: int
     chunked_prefill_size: int = 256
     prefix_reuse: bool = True
+    compact_json: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,7 @@ def _start(plan: Plan, telemetry: Telemetry, report: Progress) -> object:
     from serving.engine_loop import DeviceThread
     from serving.servicer import Backend
 
-    engine = plan.pair.read(report)
+    engine = plan.pair.read(report, capacity=plan.capacity)
     thread = DeviceThread(engine, plan.settings, telemetry, report)
     thread.start()
     if not thread.wait_until_ready():

@@ -123,6 +123,7 @@ def loop_settings(config: ServerConfig, pair: OpenedPair) -> tuple[LoopSettings,
         context_length=context,
         chunked_prefill_size=config.chunked_prefill_size,
         prefix_reuse=not config.disable_radix_cache,
+        compact_json=config.constrained_json_disable_any_whitespace,
     )
     return settings, tuple(remarks)
 

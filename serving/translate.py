@@ -99,12 +99,15 @@ NOT_BUILT: tuple[tuple[str, Callable[[pb.GenerateRequest], Any], str], ...] = (
     ("data_parallel_rank", _rank, "0"),
 )
 
-_CONSTRAINTS: Mapping[str, Callable[[pb.SamplingParams], Grammar | None]] = {
-    "json_schema": lambda params: Grammar.json_schema(params.json_schema),
-    "regex": lambda params: Grammar.regex(params.regex),
-    "grammar": lambda params: _lark(params.grammar),
-    "json_object": lambda params: Grammar.json_schema({"type": "object"}) if params.json_object else None,
-    "choice": lambda params: Grammar.choices(list(params.choice.choices)),
+# Of the parameters, and whether JSON is compact.
+_CONSTRAINTS: Mapping[str, Callable[[pb.SamplingParams, bool], Grammar | None]] = {
+    "json_schema": lambda params, compact: Grammar.json_schema(params.json_schema, compact=compact),
+    "regex": lambda params, _: Grammar.regex(params.regex),
+    "grammar": lambda params, _: _lark(params.grammar),
+    "json_object": lambda params, compact: (
+        Grammar.json_schema({"type": "object"}, compact=compact) if params.json_object else None
+    ),
+    "choice": lambda params, _: Grammar.choices(list(params.choice.choices)),
 }
 
 
@@ -159,7 +162,7 @@ def admit(engine: Engine, settings: LoopSettings, message: pb.GenerateRequest) -
         asked["min_p"],
         secrets.randbits(63) if asked["seed"] is None else asked["seed"],
         stops,
-        _grammar(params, stops),
+        _grammar(params, stops, settings.compact_json),
     )
     return Admitted(request, stop_strings, frozenset(params.stop_token_ids))
 
@@ -232,9 +235,9 @@ def _stop_token_ids(engine: Engine, params: pb.SamplingParams) -> tuple[int, ...
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
 
 
-def _grammar(params: pb.SamplingParams, stops: tuple[int, ...]) -> Grammar | None:
+def _grammar(params: pb.SamplingParams, stops: tuple[int, ...], compact_json: bool) -> Grammar | None:
     kind = params.WhichOneof("constraint")
-    grammar = None if kind is None else _CONSTRAINTS[kind](params)
+    grammar = None if kind is None else _CONSTRAINTS[kind](params, compact_json)
     if grammar is not None and not stops:
         raise ValueError(
             f"ignore_eos: got true with {kind} and no stop_token_ids, allowed is false or at least one of them: "

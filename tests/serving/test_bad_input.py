@@ -274,6 +274,13 @@ class TestUnset:
         assert (compiled.grammar.kind, compiled.grammar.text) == (kind, text)
         assert compiled.stop_token_ids == (0,)
 
+    @pytest.mark.parametrize("params", [{"json_schema": '{"type": "array"}'}, {"json_object": True}])
+    def test_json_is_compact_where_the_server_says_so(self, params: dict) -> None:
+        for compact in (False, True):
+            message = ask(sampling_params=pb.SamplingParams(**params))
+            admitted = translate.admit(outline(), settings(compact_json=compact), message)
+            assert admitted.request.grammars[0].grammar.compact is compact
+
     def test_text_is_tokenised_as_the_library_does(self) -> None:
         text = "Once upon a time"
         admitted = translate.admit(outline(), settings(), ask(text=text))

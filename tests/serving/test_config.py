@@ -45,6 +45,7 @@ OTHER = {
     "max-queued-requests": ("0", "0"),
     "context-length": ("77", "77"),
     "chunked-prefill-size": ("64", "64"),
+    "constrained-json-disable-any-whitespace": ("true", "true"),
     "disable-radix-cache": ("true", "true"),
     "host": ("::1", '"::1"'),
     "port": ("0", "0"),

@@ -53,6 +53,7 @@ def test_the_defaults_are_the_settings_of_the_loop():
 def test_every_flag_of_the_loop_reaches_it():
     changes = {"speculative_algorithm": "dflash", "max_running_requests": 3, "max_queued_requests": 5}
     more = {"context_length": 100, "chunked_prefill_size": 64, "disable_radix_cache": True}
+    more["constrained_json_disable_any_whitespace"] = True
     assert check_start(configured(**changes, **more)).settings == LoopSettings(
         algorithm=SpeculativeAlgorithm.DFLASH,
         budget=0,
@@ -61,6 +62,7 @@ def test_every_flag_of_the_loop_reaches_it():
         context_length=100,
         chunked_prefill_size=64,
         prefix_reuse=False,
+        compact_json=True,
     )
     assert check_start(configured(speculative_ddtree_budget=0)).settings.budget == 0
 
