@@ -106,8 +106,11 @@ def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch):
         def stop(self):
             seen["stopped"] = True
 
+        def watch(self, callback):
+            raise AssertionError("for the server to ask for")
+
     async def serve(factory, options, *, on_start):
-        on_start(types.SimpleNamespace(port=123, is_loading=lambda: False))
+        on_start(types.SimpleNamespace(port=123, is_loading=False))
         seen.update(options=options, backend=factory())
         seen["backend"].stop()
         return 0
@@ -120,7 +123,7 @@ def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch):
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, f"serving.{name}", module)
         monkeypatch.setattr(serving, name, module, raising=False)
-    monkeypatch.setattr(OpenedPair, "read", lambda self, progress: progress("loading") or "engine")
+    monkeypatch.setattr(OpenedPair, "read", lambda self, progress, *, capacity: progress("loading") or "engine")
     options = ("--port", "0", "--grace-period", "2", "--max-running-requests", "3", "--metrics-port", "0")
     status, out, err = run(capsys, "serve", *options, "--served-model-name", "name")
     assert status == 0 and out == "ddtree-jax: name (DDTREE budget 8) at 127.0.0.1:123, loading\n"
