@@ -224,7 +224,8 @@ def prefill_slots(
 ) -> tuple[Pool, jax.Array]:
     """Commits the next chunk of W prompts.
 
-    token_ids: int32[W, C], of which `counts[w]` int32 are real (1..C). extent: static, >= the lengths before.
+    token_ids: int32[W, C], of which `counts[w]` int32 are real (1..C). extent: static, >= the lengths before; 0 where
+    these are the first chunks.
 
     Returns:
       The pool, and the residual stream [W, D] at each chunk's last token, for `first_tokens`.

@@ -125,7 +125,7 @@ class Runner:
             np.array([sequence.slot], np.int32),
             chunk,
             np.array([count], np.int32),
-            device.extent_of(sequence.prefilled, self.capacity),
+            device.extent_of(sequence.prefilled, self.capacity) if sequence.prefilled else 0,
         )
         sequence.prefilled += count
         if sequence.prefilled < len(sequence.prompt):
@@ -201,11 +201,12 @@ class Runner:
             if stopped():
                 return
             progress(f"compiling prefill of {size} tokens ...")
-            chunk = np.zeros((1, size), np.int32)
-            self._pool, hidden = device.prefill_slots(
-                self._prompt_plan, self._weights, self._pool, zero, chunk, zero + 1, extent
-            )
-            self.open(Place(0, 0, 0))
+            for shown in (0, extent):  # the first chunk of a prompt, and one behind others
+                chunk = np.zeros((1, size), np.int32)
+                self._pool, hidden = device.prefill_slots(
+                    self._prompt_plan, self._weights, self._pool, zero, chunk, zero + 1, shown
+                )
+                self.open(Place(0, 0, 0))
         num_slots = self.settings.max_running_requests
         for rows in grammar_rows:
             batch = device.SlotBatch.pack([device.SlotRow(0)], num_slots)
