@@ -1,10 +1,15 @@
 """Slots, chunks, widths and stop strings: the host's bookkeeping."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree_jax import slots as device
+from ddtree_jax.models.cache import Cache, take_slots, write_rows, write_states
+from ddtree_jax.sampling import SamplingParams
 from serving import runner
 from serving.sequences import StopStrings
 from serving.slots import MIN_REUSED_TOKENS, Place, SlotTable
@@ -125,3 +130,54 @@ def test_stop_strings_are_found_where_they_are_complete(strings, text, found):
     hits = [(stops.push(token), i) for i, token in enumerate(token_ids, 1)]
     hits = [hit for hit in hits if hit[0] is not None]
     assert (hits[0] if hits else None) == found
+
+
+@pytest.mark.parametrize(("slots", "num_slots"), [([1, 1], 4), ([1, 0], 2), ([0, 2], 2)])
+def test_a_batch_of_slots_is_distinct_and_in_order_where_it_is_whole(slots, num_slots):
+    with pytest.raises(ValueError, match="allowed are distinct ones"):
+        device.SlotBatch.pack([device.SlotRow(slot) for slot in slots], num_slots)
+
+
+def test_what_is_packed_comes_out():
+    row = device.SlotRow(3, 7, 2, 9, False, 0.5, 40, 0.9, 0.1, device.key_words(-1))
+    batch = device.SlotBatch.pack([row, device.SlotRow(1)], 4)
+    assert (batch.slots.tolist(), batch.root_token_ids.tolist(), batch.emitted.tolist()) == ([3, 1], [7, 0], [2, 0])
+    assert (batch.remaining.tolist(), batch.finished.tolist()) == ([9, 0], [False, True])
+    sampling = batch.sampling()
+    expected = SamplingParams.create(1, temperature=0.5, top_k=40, top_p=0.9, min_p=0.1, seed=-1)
+    for field in ("temperature", "top_k", "top_p", "min_p"):
+        assert getattr(sampling, field)[0] == getattr(expected, field)[0]
+    assert jax.random.key_data(sampling.keys)[0].tolist() == jax.random.key_data(expected.keys)[0].tolist()
+    assert device.SlotBatch.pack([device.SlotRow(i) for i in range(4)], 4).slots is None
+
+
+@pytest.mark.parametrize("slots", [[2, 0], [3], [0, 1, 2, 3]])
+def test_rows_and_states_are_written_where_their_slots_are_and_nowhere_else(slots):
+    rng = np.random.default_rng(0)
+    lengths = np.array([3, 0, 6, 1], np.int32)
+    cache = Cache(
+        rows={"a": jnp.asarray(rng.normal(size=(2, 4, 12, 3)), jnp.float32)},
+        lengths=jnp.asarray(lengths),
+        states=jnp.asarray(rng.normal(size=(2, 4, 5)), jnp.float32),
+    )
+    new = rng.normal(size=(2, len(slots), 4, 3)).astype(np.float32)
+    states = rng.normal(size=(2, len(slots), 4, 5)).astype(np.float32)
+    counts = np.array([2, 0, 4, 1][: len(slots)], np.int32)
+    at = jnp.asarray(slots, jnp.int32)
+    written = write_states(write_rows(cache, {"a": new}, counts, at), states, counts, slots=at)
+
+    rows, kept = np.array(cache.rows["a"]), np.array(cache.states)
+    for i, slot in enumerate(slots):
+        rows[:, slot, lengths[slot] : lengths[slot] + 4] = new[:, i]
+        if counts[i]:
+            kept[:, slot] = states[:, i, counts[i] - 1]
+        lengths[slot] += counts[i]
+    np.testing.assert_array_equal(written.rows["a"], rows)
+    np.testing.assert_array_equal(written.lengths, lengths)
+    np.testing.assert_array_equal(written.states, kept)
+    view = take_slots(written, at, 7)
+    np.testing.assert_array_equal(view.rows["a"], rows[:, slots, :7])
+    np.testing.assert_array_equal(view.lengths, lengths[slots])
+    np.testing.assert_array_equal(view.states, kept[:, slots])
+    whole = take_slots(written, None, 7)
+    np.testing.assert_array_equal(whole.rows["a"], rows[:, :, :7])
