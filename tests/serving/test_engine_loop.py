@@ -1,5 +1,6 @@
 """The device thread: many requests together give what each gives alone, and every way to end one."""
 
+import dataclasses
 import threading
 import time
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 import ddtree_jax
-from ddtree_jax import Grammar
+from ddtree_jax import Grammar, algorithm
+from ddtree_jax import requests as admission
 from ddtree_jax import slots as device
 from serving import engine_loop
 from serving.engine_loop import DeviceThread
@@ -246,6 +248,24 @@ def test_H80_stop_cuts_what_runs_and_what_waits(make_loop):
     stopper.join(WAIT_S)
     assert isinstance(gate.error(), NotReadyError)
     assert isinstance(waiting.error(), NotReadyError)
+
+
+def test_regression_g72_a_constrained_batch_in_a_round_without_rows_is_a_fault_of_that_batch(
+    make_loop, monkeypatch, caplog, alone
+):
+    """The round's own guard, with the admission that comes before it taken away."""
+    member = ddtree_jax.SpeculativeAlgorithm.DDTREE
+    with monkeypatch.context() as patch:
+        patch.setitem(
+            algorithm.CAPABILITIES, member, dataclasses.replace(algorithm.CAPABILITIES[member], grammar=False)
+        )
+        patch.setattr(admission, "require", lambda *_: None)
+        loop = make_loop()
+        bound = loop.ask(PROMPTS[4], request_id="bound", **SETTINGS[4])
+        assert isinstance(bound.error(), InternalError)
+    assert "DDTREE is running a batch that has grammar constraints" in caplog.text and "requests bound" in caplog.text
+    free = loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    assert free.finished() and free.token_ids == alone[3].token_ids
 
 
 @pytest.mark.parametrize("program", ["draft_slots", "finish_slots", "prefill_slots", "open_slot"])
