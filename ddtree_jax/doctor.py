@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from ddtree_jax.models.folders import Opened
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "orbax-checkpoint", "chex")
+# Package -> the extra that brings it, and what for.
+_OPTIONAL = {
+    "llguidance": ("grammar", "constrained decoding"),
+    "grpcio": ("serving", "the server and its client"),
+    "grpcio-health-checking": ("serving", "the server and its client"),
+    "grpcio-reflection": ("serving", "the server and its client"),
+    "prometheus-client": ("serving", "the server and its client"),
+    "smg-grpc-proto": ("serving", "the server and its client"),
+    "huggingface-hub": ("hub", "names of Hugging Face repositories"),
+    "matplotlib": ("viz", "figures"),
+}
 _CUDA_EXTRA = "pip install 'ddtree-jax[cuda]'"
 
 
@@ -170,12 +181,13 @@ def _versions() -> list[Finding]:
             findings.append(Finding(package, f"not available: not installed; pip install {package}", "bad"))
         else:
             findings.append(Finding(package, version))
-    version = _version("matplotlib")
-    if version is None:
-        value = "not available: not installed; needed for figures only: pip install 'ddtree-jax[viz]'"
-        findings.append(Finding("matplotlib", value, "info"))
-    else:
-        findings.append(Finding("matplotlib", version))
+    for package, (extra, purpose) in _OPTIONAL.items():
+        version = _version(package)
+        if version is None:
+            value = f"not available: not installed; needed for {purpose} only: pip install 'ddtree-jax[{extra}]'"
+            findings.append(Finding(package, value, "info"))
+        else:
+            findings.append(Finding(package, version))
     return findings
 
 

@@ -256,16 +256,24 @@ def first_tokens(
     return choose_tokens(logits, zeros[:, None], zeros, batch.sampling(), mode=plan.mode)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "extent", "with_candidates"))
+@functools.partial(jax.jit, static_argnames=("plan", "extent", "with_candidates", "constrained"))
 def draft_slots(
-    plan: Plan, weights: Weights, pool: Pool, batch: SlotBatch, *, extent: int, with_candidates: bool
+    plan: Plan,
+    weights: Weights,
+    pool: Pool,
+    batch: SlotBatch,
+    *,
+    extent: int,
+    with_candidates: bool,
+    constrained: bool,
 ) -> tuple[DraftTree, tuple[jax.Array, jax.Array] | None]:
     """The drafter's pass: the trees, and with `with_candidates` what a grammar may filter others from.
 
     extent: static, >= the lengths of the batch's sequences.
+    constrained: static, whether a sequence of the batch follows a grammar. InvariantError if the plan takes no rows.
     """
     view = _viewed(pool, batch, extent)
-    state = _state(plan, view, batch, view.cache.lengths)
+    state = _state(view, batch, view.cache.lengths, constrained)
     functions = round_functions(plan, weights, None)
     proposal = draft_proposal(state, functions)
     candidates = filter_candidates(plan, proposal) if with_candidates else None
@@ -278,12 +286,12 @@ def verify_slots(
 ) -> Verified:
     """The target's pass over the trees. extent: as for `draft_slots`."""
     view = _viewed(pool, batch, extent)
-    state = _state(plan, view, batch, view.cache.lengths)
+    state = _state(view, batch, view.cache.lengths, constrained=False)  # no token is chosen here
     verified = verify_tree(state, tree, round_functions(plan, weights, None), max_depth=plan.max_depth)
     return settle(verified, plan.target.mesh)
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="pool")
+@functools.partial(jax.jit, static_argnames=("plan", "constrained"), donate_argnames="pool")
 def finish_slots(
     plan: Plan,
     weights: Weights,
@@ -292,10 +300,13 @@ def finish_slots(
     tree: DraftTree,
     verified: Verified,
     rows: jax.Array | None = None,
+    *,
+    constrained: bool,
 ) -> tuple[Pool, jax.Array]:
     """The rest of a round: choose, accept, commit. Stop tokens are for the host to find in what was emitted.
 
     rows: int32[W, N, words] for a plan with grammar "rows". Padding rows of the batch take any.
+    constrained: as for `draft_slots`.
 
     Returns:
       The pool, and int32[W, 3 + D + 1] for `SlotOutput.fetch`.
@@ -303,7 +314,7 @@ def finish_slots(
     functions = round_functions(plan, weights, batch.sampling(), rows=rows, slots=batch.slots)
     stop_token_ids = jnp.zeros((0,), jnp.int32)
     lengths = pool.cache.lengths if batch.slots is None else jnp.take(pool.cache.lengths, batch.slots)
-    state = _state(plan, pool, batch, lengths)
+    state = _state(pool, batch, lengths, constrained)
     state, out = finish_round(state, tree, verified, functions, stop_token_ids, max_depth=plan.max_depth)
     counters = jnp.stack([out.counts, out.acceptance_lengths, jnp.asarray(tree.num_nodes)], axis=1)
     packed = jnp.concatenate([counters, out.token_ids], axis=1)
@@ -315,7 +326,7 @@ def _viewed(pool: Pool, batch: SlotBatch, extent: int) -> Pool:
     return Pool(*caches)
 
 
-def _state(plan: Plan, pool: Pool, batch: SlotBatch, lengths: jax.Array) -> RoundState:
+def _state(pool: Pool, batch: SlotBatch, lengths: jax.Array, constrained: bool) -> RoundState:
     return RoundState(
         cache=pool.cache,
         draft_cache=pool.draft_cache,
@@ -324,5 +335,5 @@ def _state(plan: Plan, pool: Pool, batch: SlotBatch, lengths: jax.Array) -> Roun
         emitted=batch.emitted,
         remaining=batch.remaining,
         finished=batch.finished,
-        constrained=plan.grammar != "none",
+        constrained=constrained,
     )

@@ -54,6 +54,7 @@ class DeviceThread:
         self._running: list[RunningSequence] = []  # in the order in which they got their slots
         self._slots = SlotTable(settings.max_running_requests, prefix_reuse=False)
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        self._told_state = LOADING  # what the observer knows
         self._prompt_tokens = self._cached_tokens = 0
 
     # --- any thread -----------------------------------------------------------------------------------------------
@@ -129,13 +130,11 @@ class DeviceThread:
             cache_hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
 
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes no new jobs; True once all have ended, False if some are left after `timeout_s` seconds."""
+    def drain(self) -> None:
         with self._changed:
             if self._state in (LOADING, READY):
                 self._state = DRAINING
                 self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._live, timeout_s)
 
     def stop(self) -> None:
         """Ends what is left with NotReadyError, and the thread. May be called twice, and before `start`."""
@@ -184,11 +183,14 @@ class DeviceThread:
             runner.reset()
 
     def _take_news(self) -> bool:
-        """Waits for something to do; False when the thread must end."""
+        """Waits for something to do or to tell; False when the thread must end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._inbox or self._aborted or self._running or self._waiting or self._state == STOPPED,
-                timeout=None,
+                lambda: (
+                    self._inbox or self._aborted or self._running or self._waiting or self._state != self._told_state
+                ),
+                # Once nothing runs any more, the rate of the last seconds is told to be 0.
+                timeout=RATE_WINDOW_S if self._recent else None,
             )
             if self._state == STOPPED:
                 return False
@@ -359,7 +361,9 @@ class DeviceThread:
         since = time.monotonic() - RATE_WINDOW_S
         while self._recent and self._recent[0][0] < since:
             self._recent.popleft()
-        self._observer.load_changed(self.load())
+        load = self.load()
+        self._told_state = load.state
+        self._observer.load_changed(load)
 
 
 def _over(job: Job, aborted: set[str], now: float) -> Exception | None:

@@ -178,4 +178,8 @@ class EngineLoop(Protocol):
     def abort(self, request_id: str) -> None:
         """Ends a job as cancelled, between rounds; an id that is not (or no longer) known is fine."""
 
-    def load(self) -> Load: ...
+    def drain(self) -> None:
+        """Takes no new jobs; those that are there go on."""
+
+    def load(self) -> Load:
+        """What runs and waits now."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from ddtree_jax import decoding
 from ddtree_jax import slots as device
+from ddtree_jax.algorithm import capabilities
 from ddtree_jax.engine import Engine
 from ddtree_jax.grammar_rounds import Failure, filter_drafts, tree_walks, visited_rows
 from ddtree_jax.tree.grammar_rows import num_words
@@ -76,7 +77,10 @@ class Runner:
         self._num_words = num_words(engine.target.config.vocab_size)
         algorithm, budget = settings.algorithm, settings.budget
         self._plan, self._weights = decoding.make_plan(engine, algorithm, budget, device.SAMPLING_MODE)
-        self._grammar_plan = dataclasses.replace(self._plan, grammar="rows")
+        # Without rows where the algorithm's row promises none: admission has refused the request, and where it has not,
+        # the round does.
+        takes_rows = capabilities(algorithm).grammar
+        self._grammar_plan = dataclasses.replace(self._plan, grammar="rows") if takes_rows else self._plan
         self._prompt_plan = self._plan.for_prefill(keep_mode=True)
         self.capacity = device.pool_capacity(
             settings.context_length, settings.chunked_prefill_size, self._plan.max_depth
@@ -152,9 +156,16 @@ class Runner:
         self._rounds += 1
         clock = _Clock(timed=self._rounds % TIMED_EVERY == 0)
 
-        filtered = bool(grammars) and plan.drafter is not None
+        constrained = bool(grammars)
+        filtered = constrained and plan.drafter is not None
         tree, candidates = device.draft_slots(
-            plan, self._weights, self._pool, batch, extent=extent, with_candidates=filtered
+            plan,
+            self._weights,
+            self._pool,
+            batch,
+            extent=extent,
+            with_candidates=filtered,
+            constrained=constrained,
         )
         clock.lap("draft", tree)
         failures: dict[int, Failure] = {}
@@ -175,7 +186,9 @@ class Runner:
         if failures:
             rows = [dataclasses.replace(row, finished=True) if i in failures else row for i, row in enumerate(rows)]
             batch = device.SlotBatch.pack(rows, num_slots)
-        self._pool, out = device.finish_slots(plan, self._weights, self._pool, batch, tree, verified, allowed)
+        self._pool, out = device.finish_slots(
+            plan, self._weights, self._pool, batch, tree, verified, allowed, constrained=constrained
+        )
         out = device.SlotOutput.fetch(out)
         clock.lap("finish")
         return RoundResult(
@@ -222,12 +235,22 @@ class Runner:
     def _idle_round(self, plan: decoding.Plan, batch: device.SlotBatch) -> None:
         constrained, extent = plan.grammar != "none", device.extent_of(0, self.capacity)
         filtered = constrained and plan.drafter is not None
-        tree, _ = device.draft_slots(plan, self._weights, self._pool, batch, extent=extent, with_candidates=filtered)
+        tree, _ = device.draft_slots(
+            plan,
+            self._weights,
+            self._pool,
+            batch,
+            extent=extent,
+            with_candidates=filtered,
+            constrained=constrained,
+        )
         if filtered:
             tree = jax.device_get(tree)
         verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
         rows = -np.ones((*tree.token_ids.shape, self._num_words), np.int32) if constrained else None
-        self._pool, _ = device.finish_slots(plan, self._weights, self._pool, batch, tree, verified, rows)
+        self._pool, _ = device.finish_slots(
+            plan, self._weights, self._pool, batch, tree, verified, rows, constrained=constrained
+        )
 
 
 class _Clock:

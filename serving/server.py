@@ -176,6 +176,8 @@ class Server:
             self._servicer.close()
             return
         self._servicer.draining = True
+        if self._servicer.backend is not None:
+            self._servicer.backend.loop.drain()
         await self._health.enter_graceful_shutdown()
         _log.info("shutting down: running requests have %g s", grace_s)
         await self._first_of(self._servicer.drained(), self._hurry.wait(), timeout=grace_s)

@@ -1,6 +1,9 @@
 """The doctor: what is missing has a reason and a remedy, and no failed check ends the report."""
 
 import json
+import pathlib
+import re
+import tomllib
 import types
 
 import jax
@@ -9,11 +12,13 @@ import pytest
 import ddtree_jax
 from ddtree_jax import CheckpointError, cli, doctor
 
+EXTRAS_APART = ("cuda", "dev")  # one has lines of its own in the report, the other is not for users
+
 
 @pytest.fixture
 def installed(monkeypatch) -> dict[str, str | None]:
     """Package -> version; what is not in it is not installed."""
-    versions: dict[str, str | None] = {package: "1.2.3" for package in (*doctor._PACKAGES, "matplotlib")}
+    versions: dict[str, str | None] = {package: "1.2.3" for package in (*doctor._PACKAGES, *doctor._OPTIONAL)}
     monkeypatch.setattr(doctor, "_version", versions.get)
     return versions
 
@@ -72,6 +77,17 @@ def test_a_gpu_that_jax_uses(library, installed, monkeypatch):
     found = by_name(doctor.examine())
     assert found["CUDA plugin"] == doctor.Finding("CUDA plugin", "jax-cuda13-plugin 0.12")
     assert "ddtree-jax[cuda]" in found["jax-triton"].value
+
+
+def test_every_package_of_every_extra_is_looked_for(library, installed, no_driver):
+    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = {name: packages for name, packages in project["optional-dependencies"].items() if name not in EXTRAS_APART}
+    listed = {re.match(r"[a-z-]+", package)[0]: name for name, packages in extras.items() for package in packages}
+    assert listed == {package: extra for package, (extra, _) in doctor._OPTIONAL.items()}
+    installed.clear()
+    found = by_name(doctor.examine())
+    for package, extra in listed.items():
+        assert found[package].status == "info" and f"ddtree-jax[{extra}]" in found[package].value
 
 
 @pytest.fixture

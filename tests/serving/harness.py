@@ -91,11 +91,14 @@ class FakeLoop:
         self.aborted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[tuple[str, Finished | Failed]] = queue.SimpleQueue()
         self.stopped = threading.Event()
+        self.state = "ready"
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake device", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
+        if self.state != "ready":
+            raise NotReadyError(f"the server is {self.state}")
         if len(self.jobs) >= self.settings.max_running_requests + self.settings.max_queued_requests:
             raise QueueFullError(
                 f"queue: got {self.settings.max_queued_requests} requests that wait, allowed are as many"
@@ -111,9 +114,12 @@ class FakeLoop:
         self.aborted.put(request_id)
         self._calls.put(lambda: self._end(request_id, Failed(CancelledError("the client asked for an end"))))
 
+    def drain(self) -> None:
+        self.state = "draining"
+
     def load(self) -> Load:
         return Load(
-            state="ready",
+            state=self.state,
             running=len(self.jobs),
             waiting=3,
             waiting_tokens=30,
@@ -190,6 +196,7 @@ class Records:
     requests: list[RequestRecord] = dataclasses.field(default_factory=list)
     rounds: list[RoundRecord] = dataclasses.field(default_factory=list)
     prefills: list[int] = dataclasses.field(default_factory=list)
+    loads: queue.SimpleQueue[Load] = dataclasses.field(default_factory=queue.SimpleQueue)
 
     def request_finished(self, record: RequestRecord) -> None:
         self.requests.append(record)
@@ -200,7 +207,8 @@ class Records:
     def prefill_finished(self, num_tokens: int, seconds: float) -> None:
         self.prefills.append(num_tokens)
 
-    def load_changed(self, load: Load) -> None: ...
+    def load_changed(self, load: Load) -> None:
+        self.loads.put(load)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The device thread: many requests together give what each gives alone, and every way to end one."""
 
+import dataclasses
 import threading
 import time
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 
 import ddtree_jax
-from ddtree_jax import Grammar
+from ddtree_jax import Grammar, algorithm
+from ddtree_jax import requests as admission
 from ddtree_jax import slots as device
+from serving import engine_loop
 from serving.engine_loop import DeviceThread
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
 from serving.jobs import Failed, Finished
@@ -220,18 +223,13 @@ def test_H80_loading_draining_and_stopped_refuse_and_running_requests_end(make_l
     loop.thread.start()
     assert loop.thread.wait_until_ready(WAIT_S)
     gate = held(loop, max_new_tokens=20)
-    drained = []
-    drain = threading.Thread(target=lambda: drained.append(loop.thread.drain(WAIT_S)))
-    drain.start()
-    while loop.thread.state != "draining":
-        threading.Event().wait(0.01)
+    loop.thread.drain()
+    assert loop.thread.state == "draining"
     with pytest.raises(NotReadyError, match="draining"):
         loop.ask(PROMPTS[0])
-    assert loop.thread.drain(0.0) is False
     gate.go.set()
-    drain.join(WAIT_S)
-    assert drained == [True]
     assert gate.finished().finish_reason == "length"
+    assert told(loop, lambda load: load.state == "draining" and load.running == 0)
     loop.thread.stop()
     loop.thread.stop()
     with pytest.raises(NotReadyError, match="stopped"):
@@ -250,6 +248,24 @@ def test_H80_stop_cuts_what_runs_and_what_waits(make_loop):
     stopper.join(WAIT_S)
     assert isinstance(gate.error(), NotReadyError)
     assert isinstance(waiting.error(), NotReadyError)
+
+
+def test_regression_g72_a_constrained_batch_in_a_round_without_rows_is_a_fault_of_that_batch(
+    make_loop, monkeypatch, caplog, alone
+):
+    """The round's own guard, with the admission that comes before it taken away."""
+    member = ddtree_jax.SpeculativeAlgorithm.DDTREE
+    with monkeypatch.context() as patch:
+        patch.setitem(
+            algorithm.CAPABILITIES, member, dataclasses.replace(algorithm.CAPABILITIES[member], grammar=False)
+        )
+        patch.setattr(admission, "require", lambda *_: None)
+        loop = make_loop()
+        bound = loop.ask(PROMPTS[4], request_id="bound", **SETTINGS[4])
+        assert isinstance(bound.error(), InternalError)
+    assert "DDTREE is running a batch that has grammar constraints" in caplog.text and "requests bound" in caplog.text
+    free = loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    assert free.finished() and free.token_ids == alone[3].token_ids
 
 
 @pytest.mark.parametrize("program", ["draft_slots", "finish_slots", "prefill_slots", "open_slot"])
@@ -326,6 +342,25 @@ def test_without_room_for_new_caches_the_thread_ends_and_so_do_its_requests(make
     late = []
     loop.thread.watch(lambda: late.append(True))
     assert late == [True]
+
+
+def told(loop, wanted):
+    """Waits until the observer has been told of a load that is `wanted`."""
+    while not wanted(load := loop.records.loads.get(timeout=WAIT_S)):
+        pass
+    return load
+
+
+def test_the_observer_hears_of_the_state_before_the_first_request_and_of_the_rate_after_the_last(
+    make_loop, monkeypatch
+):
+    monkeypatch.setattr(engine_loop, "RATE_WINDOW_S", 1.0)
+    loop = make_loop()
+    first = told(loop, lambda load: load.state == "ready")
+    assert (first.running, first.max_running_requests, first.max_tokens) == (0, 3, 480)
+    loop.ask(PROMPTS[0], max_new_tokens=5, stop_token_ids=[]).finished()
+    assert told(loop, lambda load: load.tokens_per_second > 0)
+    assert told(loop, lambda load: load.tokens_per_second == 0).running == 0
 
 
 def test_a_request_longer_than_its_slot_is_refused(shared_loop):

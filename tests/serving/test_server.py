@@ -114,6 +114,7 @@ class TestShutdown:
                 await watch.aclose()
                 status, details = await up.refusal(ask("late"))
                 assert status is UNAVAILABLE and "shutting down" in details
+                assert up.loop.load().state == "draining"
                 state = await up.stub.HealthCheck(pb.HealthCheckRequest())
                 assert not state.healthy and state.message == "draining"
                 assert (await up.stub.GetServerInfo(pb.GetServerInfoRequest())).is_paused

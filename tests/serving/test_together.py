@@ -76,11 +76,11 @@ def test_answers_are_those_of_generate(up, text_engine):
 def test_a_fault_in_a_round_is_INTERNAL_with_the_id_and_the_next_request_works(up, monkeypatch, caplog):
     real, faults = device.finish_slots, [True]
 
-    def faulty(*args):
+    def faulty(*args, **kwargs):
         if faults:
             faults.pop()
             raise RuntimeError("a secret of the program")
-        return real(*args)
+        return real(*args, **kwargs)
 
     async def test():
         async with up() as running:
