@@ -148,10 +148,17 @@ class DeviceThread:
             if self._state == LOADING:
                 self._state = READY
             self._changed.notify_all()
-        while self._take_news():
-            self._step(runner)
-            self._publish()
-        self._end_all(NotReadyError("the server shuts down"))
+        error: Exception = NotReadyError("the server shuts down")
+        try:
+            while self._take_news():
+                self._step(runner)
+                self._publish()
+        except Exception:  # not one request's fault: without caches, say, nothing can be served any more
+            _log.exception("the device thread has ended")
+            error = InternalError("the server has stopped; its log says why")
+            with self._changed:
+                self._state = STOPPED
+        self._end_all(error)
         self._publish()
 
     def _take_news(self) -> bool:
@@ -219,7 +226,7 @@ class DeviceThread:
         self._slots.hold(sequence.slot, sequence.committed())
         self._observer.prefill_finished(sequence.prefilled - before, time.perf_counter() - started)
         if token is not None:
-            self._take(sequence, [token])
+            self._take(runner, sequence, [token])
 
     def _round(self, runner: Runner, sequences: list[RunningSequence]) -> None:
         try:
@@ -241,7 +248,7 @@ class DeviceThread:
             if failure is not None:
                 self._finish(sequence, sequence.finished(failure.finish_reason, None, failure.message))
             else:
-                self._take(sequence, result.token_ids[row])
+                self._take(runner, sequence, result.token_ids[row])
 
     def _observe(self, result: RoundResult, waits: tuple[float, ...]) -> None:
         lengths = tuple(n for n in result.acceptance_lengths if n > 0)
@@ -257,9 +264,13 @@ class DeviceThread:
             )
         )
 
-    def _take(self, sequence: RunningSequence, token_ids: list[int]) -> None:
+    def _take(self, runner: Runner, sequence: RunningSequence, token_ids: list[int]) -> None:
         """Hands new tokens on, and ends the sequence where they end it."""
-        taken, finished = sequence.take(token_ids)
+        try:
+            taken, finished = sequence.take(token_ids)
+        except Exception as error:  # a broken rule of its grammar: the others have nothing to do with it
+            self._recover(runner, error, [sequence], "what a round emitted")
+            return
         self._slots.hold(sequence.slot, sequence.committed())
         self._recent.append((time.monotonic(), len(taken)))
         if taken:
@@ -289,6 +300,7 @@ class DeviceThread:
         # Before the event: who hears of the end may use the id again at once.
         with self._changed:
             self._live.discard(job.request_id)
+            self._aborted.discard(job.request_id)  # an abort that came too late is not for the next job of the id
             self._changed.notify_all()
         self._emit(job, event)
 
