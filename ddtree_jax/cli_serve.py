@@ -90,6 +90,8 @@ def _run_client(arguments: argparse.Namespace) -> int:
     grammar = grammar_of(arguments)
     if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
         raise ValueError(f"--timeout: got {arguments.timeout}, allowed is a number > 0")
+    if not arguments.server:
+        raise ValueError(f"--server: got an empty text, allowed is HOST:PORT such as {DEFAULT_SERVER}")
     _require_extra()
     import grpc
 

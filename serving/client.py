@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ddtree_jax.grammar import Grammar
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-MAX_TOKENIZER_BYTES = 256 * 2**20  # of tokenizer.json, unpacked
+MAX_TOKENIZER_BYTES = 256 * 2**20  # of tokenizer.json, unpacked, and of the archive with it
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -90,15 +90,18 @@ class Completion:
 
     def summary_line(self) -> str:
         """The statistics in one line."""
-        budget = self.statistics.get("tree_budget", 0)
-        rounds = self.statistics.get("num_spec_steps", 0)
+        budget, rounds = self._number("tree_budget"), self._number("num_spec_steps")
         first = "no token" if self.time_to_first_token_s is None else f"first token {self.time_to_first_token_s:.2f} s"
         return (
             f"[server{f', budget {budget}' if budget else ''}] {len(self.token_ids)} tokens in {rounds} rounds"
-            f" | acceptance length {self.statistics.get('mean_acceptance_length', 0.0):.2f}"
+            f" | acceptance length {self._number('mean_acceptance_length'):.2f}"
             f" | {len(self.token_ids) / max(self.total_s, 1e-9):.1f} tokens/s | {first}"
             f" | prompt {self.num_prompt_tokens} tokens, {self.num_cached_tokens} cached"
         )
+
+    def _number(self, name: str) -> float:
+        value = self.statistics.get(name)
+        return value if isinstance(value, (int, float)) else 0
 
 
 class StopCutter:
@@ -170,11 +173,21 @@ class Client:
         """The server's tokenizer, asked for once. Raises `ServerError`, UNIMPLEMENTED where it has none."""
         if self._tokenizer is None:
             with _errors(""):
-                chunks = list(self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=SETUP_SECONDS))
-            content = b"".join(chunk.data for chunk in chunks)
-            digest = chunks[-1].sha256 if chunks else ""
+                content, digest = self._archive()
             self._tokenizer = tokenizer_from_zip(content, digest)
         return self._tokenizer
+
+    def _archive(self) -> tuple[bytes, str]:
+        content, digest = bytearray(), ""
+        call = self._stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=SETUP_SECONDS)
+        for chunk in call:
+            content += chunk.data
+            digest = chunk.sha256
+            if len(content) > MAX_TOKENIZER_BYTES:
+                call.cancel()
+                text = f"tokenizer: its archive is longer than {MAX_TOKENIZER_BYTES} bytes"
+                raise ServerError(grpc.StatusCode.DATA_LOSS, text)
+        return bytes(content), digest
 
     def model_info(self) -> pb.GetModelInfoResponse:
         with _errors(""):
@@ -350,7 +363,7 @@ class Generation:
             matched = getattr(end, kind)
         error = None
         if end.finish_reason not in ("stop", "length"):
-            error = f"the server ended it: {end.finish_reason}"
+            error = f"the server ended it: {one_line(end.finish_reason)}"
         return Completion(
             text=None if self._decoder is None else "".join(pieces),
             token_ids=tuple(self.token_ids),
@@ -386,7 +399,7 @@ def _statistics(metadata: Any) -> dict[str, Any]:
     for name, text in metadata or ():
         try:
             values[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return values
 

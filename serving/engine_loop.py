@@ -255,7 +255,7 @@ class DeviceThread:
             return
         self._observer.prefill_finished(sequence.prefilled - before, time.perf_counter() - started)
         if token is not None:
-            self._take(sequence, [token])
+            self._take(runner, sequence, [token])
 
     def _round(self, runner: Runner, sequences: list[RunningSequence]) -> None:
         try:
@@ -277,7 +277,7 @@ class DeviceThread:
             if failure is not None:
                 self._finish(sequence, sequence.finished(failure.finish_reason, None, failure.message))
             else:
-                self._take(sequence, result.token_ids[row])
+                self._take(runner, sequence, result.token_ids[row])
 
     def _observe(self, result: RoundResult, waits: tuple[float, ...]) -> None:
         lengths = tuple(n for n in result.acceptance_lengths if n > 0)
@@ -293,9 +293,13 @@ class DeviceThread:
             )
         )
 
-    def _take(self, sequence: RunningSequence, token_ids: list[int]) -> None:
+    def _take(self, runner: Runner, sequence: RunningSequence, token_ids: list[int]) -> None:
         """Hands new tokens on, and ends the sequence where they end it."""
-        taken, finished = sequence.take(token_ids)
+        try:
+            taken, finished = sequence.take(token_ids)
+        except Exception as error:  # a broken rule of its grammar: the others have nothing to do with it
+            self._recover(runner, error, [sequence], "what a round emitted")
+            return
         self._recent.append((time.monotonic(), len(taken)))
         if taken:
             self._emit(sequence.job, Tokens(tuple(taken), sequence.place.length))
@@ -326,7 +330,7 @@ class DeviceThread:
         # Before the event: who hears of the end may use the id again at once.
         with self._changed:
             self._live.discard(job.request_id)
-            self._aborted.discard(job.request_id)  # what came too late is not for the next of this id
+            self._aborted.discard(job.request_id)  # an abort that came too late is not for the next job of the id
             self._changed.notify_all()
         self._emit(job, event)
 

@@ -129,9 +129,10 @@ class RunningSequence:
             return None
         try:
             self.grammar.advance(token_ids)
-        except ValueError as error:
+            is_dead = not self.grammar.is_finished and self.grammar.is_dead
+        except ValueError as error:  # too complex: to move through, or for the row at the new place
             return Failure("error", str(error))
-        return Failure("dead_end", DEAD_END) if self.grammar.is_dead and not self.grammar.is_finished else None
+        return Failure("dead_end", DEAD_END) if is_dead else None
 
     def finished(self, reason: str, matched: int | str | None, error: str | None = None) -> Finished:
         rounds = len(self.acceptance_lengths)

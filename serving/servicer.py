@@ -26,6 +26,7 @@ from ddtree_jax.engine import Engine
 from ddtree_jax.errors import one_line, shown
 from serving import tokenizer_files, translate
 from serving.errors import CancelledError, InternalError, NotBuiltError, NotReadyError, QueueFullError, status_of
+from serving.grammar_guard import GrammarGuard
 from serving.jobs import EngineLoop, Failed, Finished, Job, LoopSettings, Observer, RequestRecord
 from serving.outbox import Outbox
 
@@ -86,7 +87,10 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._num_streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        # Apart: a grammar takes up to seconds, and requests without one do not wait for that.
         self._admission = concurrent.futures.ThreadPoolExecutor(ADMISSION_THREADS, "admission")
+        self._grammar_admission = concurrent.futures.ThreadPoolExecutor(ADMISSION_THREADS, "grammar-admission")
+        self._guard: GrammarGuard | None = None
         self._tokenizer: asyncio.Task | None = None
 
     # Generation
@@ -143,8 +147,13 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise QueueFullError(f"requests that are being checked: got {most}, allowed are {most}; ask again later")
         self._checking += 1
         try:
-            check = functools.partial(translate.admit, backend.engine, backend.settings, request)
-            return await asyncio.get_running_loop().run_in_executor(self._admission, check)
+            engine, threads, guard = backend.engine, self._admission, None
+            if request.sampling_params.WhichOneof("constraint") is not None and engine.tokenizer is not None:
+                if self._guard is None:
+                    self._guard = GrammarGuard(engine.tokenizer, engine.target.config.vocab_size)
+                threads, guard = self._grammar_admission, self._guard
+            check = functools.partial(translate.admit, engine, backend.settings, request, guard)
+            return await asyncio.get_running_loop().run_in_executor(threads, check)
         finally:
             self._checking -= 1
 
@@ -254,7 +263,10 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     def close(self) -> None:
         """Gives the admission threads back; nothing may be asked afterwards."""
-        self._admission.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._admission, self._grammar_admission):
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._guard is not None:
+            self._guard.close()
 
     # What the server says about itself
 

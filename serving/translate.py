@@ -18,6 +18,7 @@ from ddtree_jax.engine import Engine
 from ddtree_jax.errors import shown
 from ddtree_jax.requests import Request, check_request
 from serving.errors import NotBuiltError
+from serving.grammar_guard import GrammarGuard
 from serving.jobs import Finished, LoopSettings
 
 MAX_REQUEST_ID_CHARS = 128  # of a client's request_id; it comes back in metadata and messages, which are small
@@ -110,6 +111,14 @@ _CONSTRAINTS: Mapping[str, Callable[[pb.SamplingParams, bool], Grammar | None]] 
     "choice": lambda params, _: Grammar.choices(list(params.choice.choices)),
 }
 
+# Kinds of constraint whose text is the client's own, as `GrammarGuard.check` takes them.
+_TEXTS: Mapping[str, Callable[[pb.SamplingParams], tuple[str, str | list[str]]]] = {
+    "json_schema": lambda params: ("json_schema", params.json_schema),
+    "regex": lambda params: ("regex", params.regex),
+    "grammar": lambda params: ("lark", params.grammar),
+    "choice": lambda params: ("choices", list(params.choice.choices)),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Admitted:
@@ -128,7 +137,9 @@ class Admitted:
         return len(self.request.prompts[0])
 
 
-def admit(engine: Engine, settings: LoopSettings, message: pb.GenerateRequest) -> Admitted:
+def admit(
+    engine: Engine, settings: LoopSettings, message: pb.GenerateRequest, guard: GrammarGuard | None = None
+) -> Admitted:
     """Everything that a client can send wrong, checked before it costs device work.
 
     Fields about text (original_text, skip_special_tokens, spaces_between_special_tokens, include_stop_str_in_output)
@@ -137,6 +148,7 @@ def admit(engine: Engine, settings: LoopSettings, message: pb.GenerateRequest) -
 
     Args:
       engine: the engine or its outline; only config and tokenizer are read.
+      guard: tries grammars out before they are compiled here.
 
     Raises:
       NotBuiltError: the protocol has it, this server does not.
@@ -162,7 +174,7 @@ def admit(engine: Engine, settings: LoopSettings, message: pb.GenerateRequest) -
         asked["min_p"],
         secrets.randbits(63) if asked["seed"] is None else asked["seed"],
         stops,
-        _grammar(params, stops, settings.compact_json),
+        _grammar(params, stops, settings.compact_json, guard),
     )
     return Admitted(request, stop_strings, frozenset(params.stop_token_ids))
 
@@ -235,8 +247,12 @@ def _stop_token_ids(engine: Engine, params: pb.SamplingParams) -> tuple[int, ...
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
 
 
-def _grammar(params: pb.SamplingParams, stops: tuple[int, ...], compact_json: bool) -> Grammar | None:
+def _grammar(
+    params: pb.SamplingParams, stops: tuple[int, ...], compact_json: bool, guard: GrammarGuard | None
+) -> Grammar | None:
     kind = params.WhichOneof("constraint")
+    if guard is not None and kind in _TEXTS:
+        guard.check(*_TEXTS[kind](params))
     grammar = None if kind is None else _CONSTRAINTS[kind](params, compact_json)
     if grammar is not None and not stops:
         raise ValueError(

@@ -92,6 +92,13 @@ def test_an_archive_that_was_cut_on_the_way():
         tokenizer_from_zip(content[:-1], "0" * 64)
 
 
+def test_an_archive_without_an_end_is_given_up(fake, client, monkeypatch):
+    monkeypatch.setattr("serving.client.MAX_TOKENIZER_BYTES", 1 << 20)
+    fake.archive = bytes(3 << 20)  # two chunks: the second is not waited for
+    with pytest.raises(ServerError, match="DATA_LOSS: tokenizer: its archive is longer than 1048576 bytes"):
+        client.tokenizer()
+
+
 def test_a_stop_string_is_cut_and_never_shown_in_part(fake, client):
     fake.end = {"finish_reason": "stop", "matched_stop_str": "STOP"}
     fake.chunks = [[i] for i in ids_of("abSTOSTOPcd")]
@@ -179,6 +186,14 @@ def test_an_end_that_is_an_error_says_what_happened(fake, client):
 def test_metadata_of_others_are_not_statistics(fake, client):
     fake.trailing["x-proxy"] = "not json"
     assert dict(client.generate("p").result.statistics) == STATISTICS
+
+
+@pytest.mark.parametrize("value", ['"x"', "null", "[1]", "[" * 2000])
+def test_statistics_that_are_no_numbers_count_as_none(fake, client, value):
+    fake.trailing = dict.fromkeys(("mean_acceptance_length", "num_spec_steps", "tree_budget"), value)
+    assert (
+        client.generate("p").result.summary_line().startswith("[server] 0 tokens in 0 rounds | acceptance length 0.0")
+    )
 
 
 @pytest.mark.parametrize("leave", ["break", "interrupt", "cancel"])

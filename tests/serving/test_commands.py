@@ -204,6 +204,11 @@ def test_a_server_that_is_not_there_is_one_line(capsys):
     assert (status, out) == (2, "") and "127.0.0.1:1: UNAVAILABLE" in one_line(err)
 
 
+def test_a_server_without_a_name_is_one_line(capfd):
+    status, out, err = run(capfd, "client", "p", "--server", "")
+    assert (status, out) == (2, "") and "--server: got an empty text" in one_line(err)
+
+
 def test_an_interrupt_cancels_on_the_server(fake, ask, monkeypatch):
     fake.hold = True
     write = sys.stdout.write

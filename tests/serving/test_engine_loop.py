@@ -12,6 +12,8 @@ import ddtree_jax
 from ddtree_jax import Grammar, algorithm
 from ddtree_jax import requests as admission
 from ddtree_jax import slots as device
+from ddtree_jax.errors import InvariantError
+from ddtree_jax.grammar_walk import SequenceGrammar
 from serving import engine_loop
 from serving.engine_loop import DeviceThread
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
@@ -163,9 +165,9 @@ class Gate(Listener):
         assert self.go.wait(WAIT_S)
 
 
-def held(loop, gate=None, prompt=PROMPTS[1], **options):
+def held(loop, prompt=PROMPTS[1], **options):
     """A running job that holds the device thread after its first token."""
-    gate = gate or Gate()
+    gate = Gate()
     loop.ask(prompt, listener=gate, stop_token_ids=[], **options)
     assert gate.first.wait(WAIT_S)
     return gate
@@ -190,22 +192,6 @@ def test_abort_while_waiting_in_prefill_in_decode_twice_and_unknown(shared_loop)
     # The slots are free again, and an id may be used again.
     assert shared_loop.ask(PROMPTS[0], request_id="decoding", max_new_tokens=2).finished()
     assert shared_loop.thread.load().running == 0
-
-
-def test_an_abort_that_comes_too_late_is_not_for_the_next_request_of_that_id(shared_loop):
-    class Again(Gate):
-        """Asks again under the same id as soon as that may be done: on the device thread, before its next turn."""
-
-        def __call__(self, event):
-            super().__call__(event)
-            if isinstance(event, Finished):
-                self.second = shared_loop.ask(PROMPTS[0], request_id="same", max_new_tokens=2, stop_token_ids=[])
-
-    gate = held(shared_loop, Again(), request_id="same", max_new_tokens=1)
-    shared_loop.thread.abort("same")
-    gate.go.set()
-    assert gate.finished().finish_reason == "length"
-    assert gate.second.finished().finish_reason == "length"
 
 
 def test_deadlines_are_checked_between_rounds(shared_loop):
@@ -407,6 +393,74 @@ def test_the_observer_hears_of_the_state_before_the_first_request_and_of_the_rat
 def test_a_request_longer_than_its_slot_is_refused(shared_loop):
     with pytest.raises(ValueError, match="got 161 tokens, prompt and output together, allowed are 160"):
         shared_loop.ask(PROMPTS[5], max_new_tokens=61)
+
+
+def raising(error):
+    def method(*args):
+        raise error
+
+    return method
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "told"),
+    [
+        ("is_dead", property(raising(ValueError("grammar: too complex at this place of the text: x"))), "too complex"),
+        ("advance", raising(InvariantError("token 7 was emitted and the grammar does not allow it there")), "a fault"),
+    ],
+)
+def test_a_grammar_that_fails_behind_a_token_ends_its_own_request_alone(
+    shared_loop, monkeypatch, alone, name, broken, told
+):
+    gate = Gate()
+    free = shared_loop.ask(PROMPTS[3], listener=gate, max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    assert gate.first.wait(WAIT_S)
+    bound = shared_loop.ask(PROMPTS[4], max_new_tokens=20, **SETTINGS[4])
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceGrammar, name, broken)
+        gate.go.set()
+        end = bound.wait()
+    assert told in str(end.error)
+    assert isinstance(end, Finished if name == "is_dead" else Failed)
+    assert free.finished() and free.token_ids == alone[3].token_ids
+    after = shared_loop.ask(PROMPTS[4], max_new_tokens=20, **SETTINGS[4])
+    assert after.finished() and after.token_ids == alone[4].token_ids
+    assert shared_loop.thread.load().running == 0
+
+
+def test_an_abort_that_comes_too_late_is_not_for_the_next_job_of_its_id(shared_loop):
+    following = []
+
+    class Late(Listener):
+        def __call__(self, event):
+            if not self.events:
+                shared_loop.thread.abort("again")  # it has emitted its only token, and ends with it
+            super().__call__(event)
+            if self.ended.is_set():
+                following.append(shared_loop.ask(PROMPTS[0], request_id="again", max_new_tokens=3))
+
+    assert shared_loop.ask(PROMPTS[0], request_id="again", max_new_tokens=1, listener=Late()).finished()
+    assert following[0].finished().finish_reason == "length"
+
+
+def test_without_caches_the_thread_ends_and_everybody_is_told(make_loop, monkeypatch, caplog):
+    loop = make_loop(max_running_requests=1)
+    gate = held(loop, max_new_tokens=60)
+    waiting = loop.ask(PROMPTS[0])
+    real = device.finish_slots
+
+    def faulty(*args, **kwargs):
+        real(*args, **kwargs)
+        raise RuntimeError("a secret of the program")
+
+    monkeypatch.setattr(device, "finish_slots", faulty)
+    monkeypatch.setattr(device, "make_pool", raising(MemoryError("no room")))
+    gate.go.set()
+    for listener in (gate, waiting):
+        assert isinstance(listener.error(), InternalError) and "secret" not in str(listener.error())
+    with pytest.raises(NotReadyError, match="stopped"):
+        loop.ask(PROMPTS[0])
+    assert "no room" in caplog.text
 
 
 def test_a_listener_that_raises_harms_nobody(shared_loop):

@@ -19,7 +19,7 @@ from ddtree_jax.engine import OpenedPair
 
 jax.config.update("jax_platforms", "cpu")
 
-def read(self, progress):
+def read(self, progress, *, capacity):
     for i in itertools.count():
         jax.jit(lambda x: jax.numpy.sort(jax.numpy.sin(x + i) @ x))(jax.numpy.ones((8, 8)))
         if i == 3:
