@@ -82,12 +82,12 @@ class SlotRow:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlotBatch:
-    """The W sequences of a round, in two arrays: each small array that goes to a GPU costs as much as a kernel.
+    """The B sequences of a round, in two arrays: each small array that goes to a GPU costs as much as a kernel.
 
     Attributes:
-      integers: int32[W, 8]: slot, root token, emitted, remaining, finished, top-k, the two words of the key.
-      reals: float32[W, 3]: temperature, top-p, min-p.
-      in_order: static; W is the number of slots, and row i is slot i.
+      integers: int32[B, 8]: slot, root token, emitted, remaining, finished, top-k, the two words of the key.
+      reals: float32[B, 3]: temperature, top-p, min-p.
+      in_order: static; B is the number of slots, and row i is slot i.
     """
 
     integers: jax.Array
@@ -111,7 +111,7 @@ class SlotBatch:
 
     @property
     def slots(self) -> jax.Array | None:
-        """int32[W], None for all in order."""
+        """int32[B], None for all in order."""
         return None if self.in_order else self.integers[:, 0]
 
     @property
@@ -139,14 +139,14 @@ class SlotBatch:
 
 @dataclasses.dataclass(frozen=True)
 class SlotOutput:
-    """What a round emitted, on the host: fields as in `tree.RoundOutput`; num_nodes int32[W] of the trees, the roots
+    """What a round emitted, on the host: fields as in `tree.RoundOutput`; num_nodes int32[B] of the trees, the roots
     included.
     """
 
-    token_ids: np.ndarray  # [W, D + 1]
-    counts: np.ndarray  # [W]
-    acceptance_lengths: np.ndarray  # [W]
-    num_nodes: np.ndarray  # [W]
+    token_ids: np.ndarray  # [B, D + 1]
+    counts: np.ndarray  # [B]
+    acceptance_lengths: np.ndarray  # [B]
+    num_nodes: np.ndarray  # [B]
 
     @classmethod
     def fetch(cls, packed: jax.Array) -> SlotOutput:
@@ -222,13 +222,13 @@ def open_slot(
 def prefill_slots(
     plan: Plan, weights: Weights, pool: Pool, slots: jax.Array, token_ids: jax.Array, counts: jax.Array, extent: int
 ) -> tuple[Pool, jax.Array]:
-    """Commits the next chunk of W prompts.
+    """Commits the next chunk of B prompts.
 
-    token_ids: int32[W, C], of which `counts[w]` int32 are real (1..C). extent: static, >= the lengths before; 0 where
+    token_ids: int32[B, C], of which `counts[b]` int32 are real (1..C). extent: static, >= the lengths before; 0 where
     these are the first chunks.
 
     Returns:
-      The pool, and the residual stream [W, D] at each chunk's last token, for `first_tokens`.
+      The pool, and the residual stream [B, width] at each chunk's last token, for `first_tokens`.
     """
     target = plan.target.merge(weights.target)
     w, c = token_ids.shape
@@ -248,7 +248,7 @@ def prefill_slots(
 def first_tokens(
     plan: Plan, weights: Weights, hidden: jax.Array, batch: SlotBatch, rows: jax.Array | None
 ) -> jax.Array:
-    """int32[W]: the first new tokens. hidden: [W, D]; rows: int32[W, words] that grammars allow, None without one."""
+    """int32[B]: the first new tokens. hidden: [B, width]; rows: int32[B, W] that grammars allow, None without one."""
     logits = plan.target.merge(weights.target).logits(hidden)[:, None]
     if rows is not None:
         logits = mask_logits(logits, rows[:, None])
@@ -305,11 +305,11 @@ def finish_slots(
 ) -> tuple[Pool, jax.Array]:
     """The rest of a round: choose, accept, commit. Stop tokens are for the host to find in what was emitted.
 
-    rows: int32[W, N, words] for a plan with grammar "rows". Padding rows of the batch take any.
+    rows: int32[B, N, W] for a plan with grammar "rows". Padding rows of the batch take any.
     constrained: as for `draft_slots`.
 
     Returns:
-      The pool, and int32[W, 3 + D + 1] for `SlotOutput.fetch`.
+      The pool, and int32[B, 3 + D + 1] for `SlotOutput.fetch`.
     """
     functions = round_functions(plan, weights, batch.sampling(), rows=rows, slots=batch.slots)
     stop_token_ids = jnp.zeros((0,), jnp.int32)

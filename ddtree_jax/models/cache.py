@@ -36,9 +36,9 @@ class Cache:
 
 
 def take_slots(cache: Cache, slots: jax.Array | None, extent: int) -> Cache:
-    """A copy of the first `extent` positions of some sequences: a cache of W sequences, in the order of `slots`.
+    """A copy of the first `extent` positions of some sequences: a cache of P sequences, in the order of `slots`.
 
-    slots: int32[W], distinct places in the batch of `cache`; None: all, in order. extent: static, at most the
+    slots: int32[P], distinct places in the batch of `cache`; None: all, in order. extent: static, at most the
     capacity; reading it must be enough, so `lengths[slots] <= extent`.
     """
 
@@ -62,7 +62,7 @@ def write_rows(cache: Cache, new_rows: Any, counts: jax.Array, slots: jax.Array 
       new_rows: the same structure, leaves [R, B, T, width], in the order of their positions.
       counts: int32[B], 0 <= counts[b] <= T. Rows beyond it may be written too (slots beyond the new length are dead
         until a later write), never a slot below the old length.
-      slots: int32[W], distinct places in the cache's batch: new_rows and counts are of these W sequences, and the
+      slots: int32[P], distinct places in the cache's batch: new_rows and counts are of these P sequences, and the
         others stay as they are. None: of all, in order.
 
     The capacity must leave room for T rows beyond the longest sequence: `dynamic_update_slice` clamps its start, and

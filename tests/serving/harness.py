@@ -191,11 +191,12 @@ class FakeLoop:
 
 @dataclasses.dataclass
 class Records:
-    """An observer that keeps what it is told."""
+    """An observer that keeps what it is told. steps: "prefill" and "round", in their order."""
 
     requests: list[RequestRecord] = dataclasses.field(default_factory=list)
     rounds: list[RoundRecord] = dataclasses.field(default_factory=list)
     prefills: list[int] = dataclasses.field(default_factory=list)
+    steps: list[str] = dataclasses.field(default_factory=list)
     loads: queue.SimpleQueue[Load] = dataclasses.field(default_factory=queue.SimpleQueue)
 
     def request_finished(self, record: RequestRecord) -> None:
@@ -203,9 +204,11 @@ class Records:
 
     def round_finished(self, record: RoundRecord) -> None:
         self.rounds.append(record)
+        self.steps.append("round")
 
     def prefill_finished(self, num_tokens: int, seconds: float) -> None:
         self.prefills.append(num_tokens)
+        self.steps.append("prefill")
 
     def load_changed(self, load: Load) -> None:
         self.loads.put(load)

@@ -13,8 +13,9 @@ from ddtree_jax import Grammar, algorithm
 from ddtree_jax import requests as admission
 from ddtree_jax import slots as device
 from ddtree_jax.errors import InvariantError
+from ddtree_jax.grammar_rounds import Failure
 from ddtree_jax.grammar_walk import SequenceGrammar
-from serving import engine_loop
+from serving import engine_loop, runner
 from serving.engine_loop import DeviceThread
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
 from serving.jobs import Failed, Finished
@@ -68,12 +69,14 @@ def test_together_as_alone(shared_loop, alone):
 def test_a_long_prompt_holds_a_stream_up_by_a_chunk_at_most(shared_loop):
     stream = shared_loop.ask(PROMPTS[0], max_new_tokens=40, stop_token_ids=[])
     assert stream.first.wait(WAIT_S)
-    before = len(shared_loop.records.prefills)
+    before, first_step = len(shared_loop.records.prefills), len(shared_loop.records.steps)
     long = shared_loop.ask(RNG.integers(10, 58, 130).tolist(), max_new_tokens=2)
     long.finished()
     stream.finished()
     assert len(shared_loop.records.prefills) - before == 5
     assert max(shared_loop.records.prefills[before:]) <= 32
+    steps = " ".join(shared_loop.records.steps[first_step:])
+    assert "prefill prefill" not in steps and steps.count("prefill round") == 5
 
 
 def test_the_first_round_after_the_warm_up_compiles_nothing(shared_loop):
@@ -276,11 +279,14 @@ def test_regression_g72_a_constrained_batch_in_a_round_without_rows_is_a_fault_o
 @pytest.mark.parametrize("donated", [False, True])
 def test_a_fault_ends_those_it_hit_and_no_others(make_loop, monkeypatch, alone, program, donated):
     loop = make_loop()
+    assert loop.ask(PROMPTS[5], max_new_tokens=1).finished()
     real = getattr(device, program)
     broken = threading.Event()
+    in_round = program in ("draft_slots", "finish_slots")
+    spared = [True] * in_round  # the round of `gate` alone, before `other` is there
 
     def faulty(*args, **kwargs):
-        if not broken.is_set():
+        if not broken.is_set() or (spared and spared.pop()):
             return real(*args, **kwargs)
         broken.clear()
         if donated:
@@ -292,17 +298,20 @@ def test_a_fault_ends_those_it_hit_and_no_others(make_loop, monkeypatch, alone, 
     broken.set()
     other = loop.ask(PROMPTS[3], request_id="other", max_new_tokens=LENGTHS[3], **SETTINGS[3])
     gate.go.set()
-    if program in ("draft_slots", "finish_slots"):
+    if in_round:
         assert isinstance(gate.error(), InternalError)
         assert "hit" in str(gate.error())
         assert "secret" not in str(gate.error())
-        # In prefill when the caches went: it began anew.
+        # Behind its first chunk when the caches went: it began anew.
         assert other.finished().stats.acceptance_lengths == alone[3].stats.acceptance_lengths
         assert other.token_ids == alone[3].token_ids
     else:
         assert isinstance(other.error(), InternalError)
         # The caches are lost where the program had them, and with them the other stream.
         assert isinstance(gate.wait(), Failed if donated else Finished)
+    front = loop.ask(PROMPTS[5], max_new_tokens=1).finished().num_cached_tokens
+    is_lost = donated and program != "draft_slots"  # which only reads
+    assert front == (0 if is_lost else len(PROMPTS[5]) - 1)
     after = loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
     assert after.finished() and after.token_ids == alone[3].token_ids
     assert loop.thread.load().running == 0
@@ -334,6 +343,7 @@ def test_a_request_that_could_not_be_opened_leaves_no_promise_about_its_slot(
 
 def test_a_fault_outside_the_programs_ends_what_runs_and_the_next_request_works(make_loop, monkeypatch, alone):
     loop = make_loop()
+    assert loop.ask(PROMPTS[5], max_new_tokens=1).finished()
     gate = held(loop, max_new_tokens=60)
 
     def faulty(record):
@@ -343,6 +353,7 @@ def test_a_fault_outside_the_programs_ends_what_runs_and_the_next_request_works(
     monkeypatch.setattr(loop.records, "round_finished", faulty)
     gate.go.set()
     assert isinstance(gate.error(), InternalError)
+    assert loop.ask(PROMPTS[5], max_new_tokens=1).finished().num_cached_tokens == 0
     after = loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
     assert after.finished() and after.token_ids == alone[3].token_ids
 
@@ -461,6 +472,21 @@ def test_without_caches_the_thread_ends_and_everybody_is_told(make_loop, monkeyp
     with pytest.raises(NotReadyError, match="stopped"):
         loop.ask(PROMPTS[0])
     assert "no room" in caplog.text
+
+
+def test_a_grammar_that_fails_in_a_round_ends_its_own_request_alone(shared_loop, monkeypatch, alone):
+    real = runner.filter_drafts
+
+    def failing(plan, grammars, *drafted):
+        tree, visits, failures = real(plan, grammars, *drafted)
+        return tree, visits, failures | dict.fromkeys(grammars, Failure("error", "too complex"))
+
+    monkeypatch.setattr(runner, "filter_drafts", failing)
+    bound = shared_loop.ask(PROMPTS[4], max_new_tokens=LENGTHS[4], **SETTINGS[4])
+    free = shared_loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    end = bound.finished()
+    assert (end.finish_reason, end.error, end.stats.num_rounds, len(bound.token_ids)) == ("error", "too complex", 0, 1)
+    assert free.finished() and free.token_ids == alone[3].token_ids
 
 
 def test_a_listener_that_raises_harms_nobody(shared_loop):
