@@ -1,9 +1,12 @@
 """A client of the server: text in, pieces of text out, and statistics at the end.
 
+from serving.client import Client
+
 with Client("127.0.0.1:50051") as client:
     generation = client.generate("def main(", max_new_tokens=64)
     for piece in generation:
         print(piece, end="", flush=True)
+    print()
     print(generation.result.summary_line())
 """
 

@@ -22,7 +22,7 @@ from serving.slots import SlotTable
 LOADING, READY, DRAINING, STOPPED = "loading", "ready", "draining", "stopped"
 RATE_WINDOW_S = 5.0  # over which tokens per second are counted
 
-_log = logging.getLogger("ddtree_jax.serving")
+_log = logging.getLogger(__name__)
 
 
 class DeviceThread:
@@ -231,13 +231,17 @@ class DeviceThread:
         assert place is not None
         try:
             sequence = RunningSequence.open(job, place, submitted, self._engine.tokenizer)
-            self._running.append(sequence)
+        except Exception:
+            _log.exception("fault in opening request %s", job.request_id)
+            self._slots.hold(place.slot, ())  # what the place promises has not been copied
+            self._slots.release(place.slot)
+            self._fail_waiting(job, submitted, _internal(job.request_id))
+            return
+        self._running.append(sequence)
+        try:
             runner.open(place)
         except Exception as error:
-            self._recover(runner, error, [s for s in self._running if s.job is job], "opening a slot")
-            if all(s.job is not job for s in self._running) and job.request_id in self._live:
-                self._slots.release(place.slot)
-                self._fail_waiting(job, submitted, _internal(job.request_id))
+            self._recover(runner, error, [sequence], "opening a slot")
             return
         self._prompt_tokens += len(sequence.prompt)
         self._cached_tokens += place.length

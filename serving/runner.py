@@ -97,11 +97,13 @@ class Runner:
         return device.make_pool(self._prompt_plan, self._weights, self.settings.max_running_requests, self.capacity)
 
     def recover(self) -> bool:
-        """After an exception: a new pool, and True, if the old one went into the program that failed."""
-        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pool)):
-            return False
-        self.reset()
-        return True
+        """After an exception: a new pool, and True, if the old one went into a program that failed, or came from it."""
+        try:
+            jax.block_until_ready(self._pool)
+        except Exception:  # the reason is that of the exception before
+            self.reset()
+            return True
+        return False
 
     def reset(self) -> None:
         """New, empty caches in place of the old ones."""

@@ -83,7 +83,6 @@ class Server:
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 # Clients may ping as often as they like, also while a long prefill sends nothing.
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
         for name in ("", SERVICE):

@@ -7,6 +7,7 @@ import sys
 import types
 
 import grpc
+import jax
 import pytest
 
 import serving
@@ -14,6 +15,7 @@ from ddtree_jax import cli
 from ddtree_jax.engine import OpenedPair
 from serving.config import ServerConfig
 from serving.jobs import LoopSettings
+from serving.tls import TlsFiles
 from tests.serving.fake_server import SECONDS, STATISTICS, FakeServer, demo_tokenizer, running
 from tests.serving.tls_files import certificate
 
@@ -88,7 +90,7 @@ def test_python_m_serving_is_serve(monkeypatch):
     assert caught.value.code == 7 and calls == [["serve", "--dry-run"]]
 
 
-def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch):
+def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch, tmp_path):
     """The joins in `serving.launch`, with stand-ins for what is joined."""
     seen = {}
 
@@ -124,14 +126,22 @@ def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, f"serving.{name}", module)
         monkeypatch.setattr(serving, name, module, raising=False)
     monkeypatch.setattr(OpenedPair, "read", lambda self, progress, *, capacity: progress("loading") or "engine")
+    updates = []
+    monkeypatch.setattr(jax.config, "update", lambda *one: updates.append(one))
+    pem, programs = certificate(tmp_path, "server"), str(tmp_path / "programs")
     options = ("--port", "0", "--grace-period", "2", "--max-running-requests", "3", "--metrics-port", "0")
-    status, out, err = run(capsys, "serve", *options, "--served-model-name", "name")
+    options += ("--ssl-certfile", pem.certificate_file, "--ssl-keyfile", pem.key_file)
+    options += ("--compilation-cache-dir", programs, "--served-model-name", "name")
+    status, out, err = run(capsys, "serve", *options)
     assert status == 0 and out == "ddtree-jax: name (DDTREE budget 8) at 127.0.0.1:123, loading\n"
     assert (seen["engine"], seen["started"], seen["stopped"]) == ("engine", True, True)
     assert isinstance(seen["settings"], LoopSettings) and seen["settings"].max_running_requests == 3
     assert seen["observer"].metrics is not None and seen["backend"].observer is seen["observer"]
     assert (seen["options"].host, seen["options"].shutdown_grace_s) == ("127.0.0.1", 2.0)
     assert seen["options"].served_model_name == "name"
+    assert seen["options"].tls == TlsFiles(pem.certificate_file, pem.key_file)
+    assert seen["backend"].watch.__func__ is Thread.watch
+    assert ("jax_compilation_cache_dir", programs) in updates
     messages = [json.loads(line)["message"] for line in err.splitlines()]
     assert messages[0].startswith("metrics at 127.0.0.1 port ") and messages[1:] == ["loading", "compiling"]
 

@@ -1,6 +1,7 @@
 """The device thread: many requests together give what each gives alone, and every way to end one."""
 
 import dataclasses
+import re
 import threading
 import time
 
@@ -17,6 +18,7 @@ from serving import engine_loop
 from serving.engine_loop import DeviceThread
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
 from serving.jobs import Failed, Finished
+from serving.sequences import RunningSequence
 from tests.serving.conftest import WAIT_S, Listener
 
 RNG = np.random.default_rng(0)
@@ -163,10 +165,10 @@ class Gate(Listener):
         assert self.go.wait(WAIT_S)
 
 
-def held(loop, **options):
+def held(loop, prompt=PROMPTS[1], **options):
     """A running job that holds the device thread after its first token."""
     gate = Gate()
-    loop.ask(PROMPTS[1], listener=gate, stop_token_ids=[], **options)
+    loop.ask(prompt, listener=gate, stop_token_ids=[], **options)
     assert gate.first.wait(WAIT_S)
     return gate
 
@@ -305,6 +307,29 @@ def test_a_fault_ends_those_it_hit_and_no_others(make_loop, monkeypatch, alone, 
     assert after.finished() and after.token_ids == alone[3].token_ids
     assert loop.thread.load().running == 0
     assert loop.thread.state == "ready"
+
+
+@pytest.mark.parametrize(("where", "name"), [(RunningSequence, "open"), (device, "open_slot")])
+def test_a_request_that_could_not_be_opened_leaves_no_promise_about_its_slot(
+    make_loop, monkeypatch, caplog, where, name
+):
+    loop = make_loop()
+    gate = held(loop, prompt=PROMPTS[5], max_new_tokens=60)
+
+    def faulty(*args, **kwargs):
+        raise RuntimeError("a secret of the program")
+
+    with monkeypatch.context() as patch:
+        # The front that was to be copied is in no slot afterwards: not in that of the request, nor in the other one.
+        patch.setattr(where, name, faulty)
+        patch.setattr(device, "draft_slots", faulty)
+        hit = loop.ask(PROMPTS[5], request_id="hit")
+        gate.go.set()
+        assert isinstance(hit.error(), InternalError) and "hit" in str(hit.error()) and "secret" not in str(hit.error())
+        assert any(re.fullmatch("fault in opening .* hit", message) for message in caplog.messages)
+        assert isinstance(gate.error(), InternalError)
+    assert loop.ask(PROMPTS[5], max_new_tokens=2).finished().num_cached_tokens == 0
+    assert loop.thread.load().running == 0
 
 
 def test_a_fault_outside_the_programs_ends_what_runs_and_the_next_request_works(make_loop, monkeypatch, alone):

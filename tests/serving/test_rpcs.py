@@ -374,6 +374,26 @@ class TestEnds:
 
         run(test())
 
+    def test_at_its_deadline_a_job_is_left_to_the_loop(self) -> None:
+        """gRPC ends the RPC by itself: an abort would make it one whose client has gone."""
+
+        async def test() -> None:
+            async with serving(manual=True) as up:
+                call = up.stub.Generate(ask(), timeout=1.0)
+                name = await up.loop.next_seen()
+                job = up.loop.jobs[name]
+                up.loop.jobs[name] = dataclasses.replace(job, deadline=None)  # a loop inside a long round
+                up.loop.emit(name, 11)  # wakes a loop that waits for the deadline
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    [response async for response in call]
+                assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                while (await up.stub.GetServerInfo(pb.GetServerInfoRequest())).active_requests:
+                    pass
+                assert up.loop.aborted.empty()
+                up.loop.end(name, Failed(errors.DeadlineError("deadline: passed")))
+
+        run(test())
+
     def test_a_slow_reader_stalls_nobody(self) -> None:
         rounds, width = 600, 2048  # about 2.4 MB, far more than a stream may have under way
 

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree_jax import slots as device
+from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.models.cache import Cache, take_slots, write_rows, write_states
 from ddtree_jax.sampling import SamplingParams
 from serving import runner
+from serving.jobs import LoopSettings
 from serving.sequences import StopStrings
 from serving.slots import MIN_REUSED_TOKENS, Place, SlotTable
 from tests.engine.conftest import text_tokenizer
@@ -181,3 +183,23 @@ def test_rows_and_states_are_written_where_their_slots_are_and_nowhere_else(slot
     np.testing.assert_array_equal(view.states, kept[:, slots])
     whole = take_slots(written, None, 7)
     np.testing.assert_array_equal(whole.rows["a"], rows[:, :, :7])
+
+
+def test_caches_that_cannot_be_read_are_replaced(text_engine):
+    class Broken:
+        """As an array that a program gave whose run on the device failed."""
+
+        def block_until_ready(self):
+            raise RuntimeError("the run failed")
+
+    member = SpeculativeAlgorithm.NONE
+    one = runner.Runner(
+        text_engine,
+        LoopSettings(algorithm=member, budget=0, max_running_requests=1, max_queued_requests=0, context_length=64),
+    )
+    assert one.recover() is False
+    one._pool = Broken()
+    assert one.recover() is True
+    assert one.recover() is False
+    jax.tree.leaves(one._pool)[0].delete()
+    assert one.recover() is True
