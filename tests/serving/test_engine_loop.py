@@ -14,7 +14,7 @@ from ddtree_jax import requests as admission
 from ddtree_jax import slots as device
 from ddtree_jax.errors import InvariantError
 from ddtree_jax.grammar_walk import SequenceGrammar
-from serving import engine_loop
+from serving import engine_loop, grammar_work
 from serving.engine_loop import DeviceThread
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
 from serving.jobs import Failed, Finished
@@ -426,6 +426,26 @@ def test_a_grammar_that_fails_behind_a_token_ends_its_own_request_alone(
     after = shared_loop.ask(PROMPTS[4], max_new_tokens=20, **SETTINGS[4])
     assert after.finished() and after.token_ids == alone[4].token_ids
     assert shared_loop.thread.load().running == 0
+
+
+@pytest.mark.parametrize("algorithm", ["ddtree", "none"])
+def test_a_grammar_that_stalls_the_others_ends_its_own_request_alone(
+    make_loop, shared_loop, monkeypatch, alone, algorithm
+):
+    member = ddtree_jax.SpeculativeAlgorithm.parse(algorithm)
+    loop = shared_loop if algorithm == "ddtree" else make_loop(algorithm=member, budget=0)
+    gate = Gate()
+    free = loop.ask(PROMPTS[3], listener=gate, max_new_tokens=LENGTHS[3], **SETTINGS[3])
+    assert gate.first.wait(WAIT_S)
+    bound = loop.ask(PROMPTS[4], max_new_tokens=20, **SETTINGS[4])
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_work.GrammarWork.__init__, "__kwdefaults__", {"max_seconds": 0.0})
+        gate.go.set()
+        end = bound.finished()
+    assert (end.finish_reason, "s for one round, allowed are 0" in end.error) == ("error", True)
+    assert free.finished() and free.token_ids == alone[3].token_ids
+    after = loop.ask(PROMPTS[4], max_new_tokens=20, **SETTINGS[4])
+    assert after.finished() and after.token_ids == alone[4].token_ids
 
 
 def test_an_abort_that_comes_too_late_is_not_for_the_next_job_of_its_id(shared_loop):
