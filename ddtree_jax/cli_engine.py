@@ -56,7 +56,7 @@ def add_progress_option(parser: argparse.ArgumentParser) -> None:
 
 def progress_writer(wanted: bool) -> Callable[[str], None] | None:
     """Returns what writes progress to stderr, or None where nobody would read it."""
-    if not wanted and not sys.stderr.isatty():
+    if sys.stderr is None or not (wanted or sys.stderr.isatty()):  # None: closed
         return None
 
     def say(message: str) -> None:

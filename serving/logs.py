@@ -60,13 +60,18 @@ class _Handler(logging.handlers.QueueHandler):
 class _Writing(threading.Thread):
     """Writes what waits. Its end waits for a reader that reads, and not for one that does not."""
 
-    def __init__(self, waiting: queue.Queue[logging.LogRecord | None], handler: logging.Handler) -> None:
+    def __init__(self, waiting: queue.Queue[logging.LogRecord | None], stream: TextIO) -> None:
         super().__init__(name="logs", daemon=True)
-        self._waiting, self._handler = waiting, handler
+        self._waiting, self._stream, self._formatter = waiting, stream, JsonFormatter()
 
     def run(self) -> None:
         while (record := self._waiting.get()) is not None:
-            self._handler.handle(record)
+            self.write(record)
+
+    def write(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):  # a stderr that is full or gone must not end the server
+            self._stream.write(self._formatter.format(record) + "\n")
+            self._stream.flush()
 
     def stop(self) -> bool:
         """Whether everything has been written."""
@@ -76,9 +81,14 @@ class _Writing(threading.Thread):
         return not self.is_alive()
 
 
-class _Writer(logging.StreamHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A stderr that is full or gone must not end the server."""
+def _own_stderr() -> TextIO:
+    """stderr through a file object of its own, and no handler of `logging`: at the end of the process Python takes the
+    locks of both, which a thread that waits for a reader would never give back.
+    """
+    try:
+        return open(sys.stderr.fileno(), "w", encoding="utf-8", closefd=False)
+    except (AttributeError, OSError, ValueError):  # none, or one that is no file
+        return sys.stderr
 
 
 @contextlib.contextmanager
@@ -89,9 +99,7 @@ def logging_to(stream: TextIO | None = None, *, level: str = "info", requests: s
     """
     waiting: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
     handler = _Handler(waiting)
-    writer = _Writer(sys.stderr if stream is None else stream)
-    writer.setFormatter(JsonFormatter())
-    writing = _Writing(waiting, writer)
+    writing = _Writing(waiting, _own_stderr() if stream is None else stream)
     lines = logging.getLogger(REQUESTS)
     roots = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level, logger.propagate) for logger in (*roots, lines)]
@@ -108,7 +116,7 @@ def logging_to(stream: TextIO | None = None, *, level: str = "info", requests: s
             logger.removeHandler(handler)
         if writing.stop() and handler.dropped:
             text = f"{handler.dropped} log lines were dropped: nobody read them"
-            writer.handle(logging.LogRecord(LOGGER, logging.WARNING, "", 0, text, None, None))
+            writing.write(logging.LogRecord(LOGGER, logging.WARNING, "", 0, text, None, None))
         handler.close()
         for logger, old_level, propagate in before:
             logger.setLevel(old_level)

@@ -13,8 +13,9 @@ from ddtree_jax import decoding
 from ddtree_jax import slots as device
 from ddtree_jax.algorithm import capabilities
 from ddtree_jax.engine import Engine
-from ddtree_jax.grammar_rounds import Failure, filter_drafts, tree_walks, visited_rows
+from ddtree_jax.grammar_rounds import Failure
 from ddtree_jax.tree.grammar_rows import num_words
+from serving.grammar_work import GrammarWork
 from serving.jobs import LoopSettings
 from serving.sequences import RunningSequence
 from serving.slots import Place
@@ -170,21 +171,20 @@ class Runner:
             constrained=constrained,
         )
         clock.lap("draft", tree)
-        failures: dict[int, Failure] = {}
+        work = GrammarWork(grammars)
         if filtered:
-            tree, candidates = jax.device_get((tree, candidates))
-            tree, visits, failures = filter_drafts(plan, grammars, tree, candidates)
+            tree = work.filter(plan, *jax.device_get((tree, candidates)))
             clock.lap("grammar")
         verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
         allowed = None
         if grammars:
             # Beside the target's pass.
             if not filtered:
-                visits = tree_walks(grammars, jax.device_get(tree))
-            allowed, more = visited_rows(visits, tree.token_ids.shape, self._num_words)
-            failures |= more
+                work.walk(jax.device_get(tree))
+            allowed = work.rows(tree.token_ids.shape, self._num_words)
             clock.lap("grammar")
         clock.lap("verify", verified)
+        failures = work.failures
         if failures:
             rows = [dataclasses.replace(row, finished=True) if i in failures else row for i, row in enumerate(rows)]
             batch = device.SlotBatch.pack(rows, num_slots)

@@ -55,7 +55,7 @@ class Loop:
         defaults = dict(
             algorithm=SpeculativeAlgorithm.DDTREE,
             budget=4,
-            max_running_requests=3,
+            max_running_requests=4,
             max_queued_requests=64,
             context_length=160,
             chunked_prefill_size=32,

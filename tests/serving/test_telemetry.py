@@ -4,7 +4,10 @@ import dataclasses
 import io
 import json
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import urllib.request
 
@@ -12,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddtree_jax.algorithm import SpeculativeAlgorithm
+from ddtree_jax.cli_engine import progress_writer
 from serving import logs
 from serving.jobs import Load, RequestRecord, RoundRecord
 from serving.logs import LOGGER, log_request, logging_to
@@ -273,6 +277,27 @@ class Gone(io.StringIO):
 def test_a_stderr_that_is_gone_is_not_the_end():
     with logging_to(Gone()):
         log_request(RECORD)
+
+
+def test_a_process_ends_whose_stderr_nobody_reads():
+    script = (
+        "import logging; from serving import logs; logs.LAST_LINES_S = 0.1\n"
+        "with logs.logging_to():\n"
+        "    logging.getLogger('serving').warning('x' * 2**20)\n"
+        "print('over', flush=True)"
+    )
+    reader, writer = os.pipe()
+    try:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=writer, timeout=30)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert (ended.returncode, ended.stdout) == (0, b"over\n")
+
+
+def test_without_a_stderr_there_is_no_progress(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert progress_writer(True) is None and progress_writer(False) is None
 
 
 def test_the_loggers_are_left_as_they_were():
