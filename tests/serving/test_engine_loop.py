@@ -177,17 +177,21 @@ def held(loop, prompt=PROMPTS[1], **options):
     return gate
 
 
-def test_abort_while_waiting_in_prefill_in_decode_twice_and_unknown(shared_loop):
+def test_abort_while_waiting_in_prefill_in_decode_twice_and_unknown(shared_loop, monkeypatch):
+    def after_its_first_chunk(num_tokens, seconds):
+        monkeypatch.undo()
+        shared_loop.thread.abort("prefilling")
+
     gate = held(shared_loop, request_id="decoding", max_new_tokens=60)
     prefilling = shared_loop.ask(RNG.integers(10, 58, 130).tolist(), request_id="prefilling")
     others = [shared_loop.ask(PROMPTS[0], max_new_tokens=30, stop_token_ids=[]) for _ in range(2)]
     waiting = shared_loop.ask(PROMPTS[0], request_id="waiting")
     for request_id in ("waiting", "unknown", "decoding", "decoding"):
         shared_loop.thread.abort(request_id)
+    monkeypatch.setattr(shared_loop.records, "prefill_finished", after_its_first_chunk)
     gate.go.set()
     assert isinstance(gate.error(), CancelledError)
     assert isinstance(waiting.error(), CancelledError)
-    shared_loop.thread.abort("prefilling")
     assert isinstance(prefilling.error(), CancelledError)
     assert prefilling.token_ids == []
     shared_loop.thread.abort("decoding")  # has ended
