@@ -46,6 +46,26 @@ def alone(text_engine):
     ]
 
 
+class Gate(Listener):
+    """Holds the device thread at the first event of a job until it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+
+    def __call__(self, event):
+        super().__call__(event)
+        assert self.go.wait(WAIT_S)
+
+
+def held(loop, prompt=PROMPTS[1], **options):
+    """A running job that holds the device thread after its first token."""
+    gate = Gate()
+    loop.ask(prompt, listener=gate, stop_token_ids=[], **options)
+    assert gate.first.wait(WAIT_S)
+    return gate
+
+
 def test_together_as_alone(shared_loop, alone):
     # Twice as many as there are slots, and then the same in another order: each slot has seen others before. Three in a
     # round take the program of four: the fourth row is a slot that is free, or whose prompt is not through.
@@ -68,10 +88,10 @@ def test_together_as_alone(shared_loop, alone):
 
 
 def test_a_long_prompt_holds_a_stream_up_by_a_chunk_at_most(shared_loop):
-    stream = shared_loop.ask(PROMPTS[0], max_new_tokens=40, stop_token_ids=[])
-    assert stream.first.wait(WAIT_S)
+    stream = held(shared_loop, max_new_tokens=40)
     before, first_step = len(shared_loop.records.prefills), len(shared_loop.records.steps)
     long = shared_loop.ask(RNG.integers(10, 58, 130).tolist(), max_new_tokens=2)
+    stream.go.set()
     long.finished()
     stream.finished()
     assert len(shared_loop.records.prefills) - before == 5
@@ -155,26 +175,6 @@ def test_E60_a_front_is_copied_from_a_sequence_that_still_runs(make_loop, alone)
 
 
 # --- ends that are not the output's own ------------------------------------------------------------------------------
-
-
-class Gate(Listener):
-    """Holds the device thread at the first event of a job until it is opened."""
-
-    def __init__(self):
-        super().__init__()
-        self.go = threading.Event()
-
-    def __call__(self, event):
-        super().__call__(event)
-        assert self.go.wait(WAIT_S)
-
-
-def held(loop, prompt=PROMPTS[1], **options):
-    """A running job that holds the device thread after its first token."""
-    gate = Gate()
-    loop.ask(prompt, listener=gate, stop_token_ids=[], **options)
-    assert gate.first.wait(WAIT_S)
-    return gate
 
 
 def test_abort_while_waiting_in_prefill_in_decode_twice_and_unknown(shared_loop, monkeypatch):
