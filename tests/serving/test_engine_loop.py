@@ -84,6 +84,9 @@ def test_together_as_alone(shared_loop, alone):
     assert shared_loop.thread.load().running == 0
     records = shared_loop.records.rounds
     assert {(4, 3), (4, 4)} <= {(record.width, len(record.acceptance_lengths)) for record in records}
+    # Every sequence emits in every round, those without a grammar beside those with one, too.
+    assert all(len(record.acceptance_lengths) == len(record.tree_sizes) for record in records)
+    assert {"round", "draft", "verify", "finish"} <= set().union(*(record.stage_s for record in records))
     assert {record.outcome for record in shared_loop.records.requests} >= {"stop", "length"}
 
 
@@ -107,6 +110,18 @@ def test_the_first_round_after_the_warm_up_compiles_nothing(shared_loop):
     for listener in listeners:
         listener.finished()
     assert [program._cache_size() for program in programs] == before
+
+
+@pytest.mark.slow
+def test_sequences_of_different_extents_share_a_round(make_loop, monkeypatch, alone):
+    monkeypatch.setattr(device, "FIRST_EXTENT", 32)
+    assert device.extents(192) == (32, 128, 192)
+    loop = make_loop(max_running_requests=2)
+    for order in ((0, 2, 3, 5), (5, 3, 2, 0)):
+        listeners = {i: loop.ask(PROMPTS[i], max_new_tokens=LENGTHS[i], **SETTINGS[i]) for i in order}
+        for i, listener in listeners.items():
+            assert listener.finished().stats.acceptance_lengths == alone[i].stats.acceptance_lengths, i
+            assert listener.token_ids == alone[i].token_ids, i
 
 
 @pytest.mark.parametrize("algorithm", ["none", "dflash"])
@@ -506,6 +521,22 @@ def test_a_listener_that_raises_harms_nobody(shared_loop):
 
     shared_loop.ask(PROMPTS[0], max_new_tokens=5, listener=raising)
     assert shared_loop.ask(PROMPTS[0], max_new_tokens=5).finished()
+
+
+@pytest.mark.parametrize("last", ["prefill of 32 tokens", "the round of 2 sequences"])
+def test_a_warm_up_ends_behind_the_program_at_which_it_is_told_to(make_loop, last):
+    loop, messages = make_loop(start=False), []
+
+    def progress(message):
+        messages.append(message)
+        if last in message:
+            thread.drain()
+
+    thread = DeviceThread(loop.engine, loop.settings, loop.records, progress)
+    thread.start()
+    assert thread.wait_until_ready(WAIT_S) is False
+    thread.stop()
+    assert messages[-1] == f"compiling {last} ..."
 
 
 def test_an_engine_that_cannot_start_refuses(text_engine, make_loop, monkeypatch):
