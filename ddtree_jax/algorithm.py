@@ -82,6 +82,7 @@ CAPABILITIES: dict[SpeculativeAlgorithm, Capabilities] = {
     ),
 }
 
+MAX_BUDGET = 1024  # tree nodes besides the root
 ALLOW_HYBRID_UNSAFE = "--speculative-ddtree-allow-hybrid-unsafe"
 
 # feature -> how a message calls it; these are the columns that a request can need

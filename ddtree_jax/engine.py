@@ -10,12 +10,11 @@ from typing import Any
 
 from ddtree_jax.capacity import CHECKED_CONTEXT, Capacity, estimate
 from ddtree_jax.errors import CheckpointError
+from ddtree_jax.hub import DEMO, DEMO_TARGETS
 from ddtree_jax.models.folders import Opened, open_drafter, open_target
 from ddtree_jax.models.pair import Drafter, Target
 from ddtree_jax.tokenizer import Tokenizer
 
-DEMO = "demo"
-DEMO_TARGETS = {DEMO: "target", "demo-nvfp4": "target-nvfp4"}  # name -> folder beside the drafter that serves both
 Progress = Callable[[str], None]
 
 

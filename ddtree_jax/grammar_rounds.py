@@ -8,9 +8,12 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -156,7 +159,8 @@ class HostRounds(GrammarRounds):
         self, weights: decoding.Weights, state: RoundState, sampling: SamplingParams, stop_token_ids: jax.Array
     ) -> tuple[RoundState, RoundOutput]:
         plan = self.plan
-        live = [row for row, one in enumerate(self.grammars) if one is not None and not self._finished[row]]
+        live = {row: one for row, one in enumerate(self.grammars) if one is not None and not self._finished[row]}
+        work = GrammarWork(live)
         # Told by who there is, not by who still runs: each of the two is another program.
         with_tree = not self._filtered or None in self.grammars
         tree, candidates = decoding.draft_step(
@@ -164,69 +168,77 @@ class HostRounds(GrammarRounds):
         )
         # The target's pass is launched as soon as its tree is known; the host's work below runs beside it.
         if self._filtered:
-            tree, candidates = jax.device_get((tree, candidates))
-            tree, visits, failures = filter_drafts(plan, {row: self.grammars[row] for row in live}, tree, candidates)
-            self.failures.update(failures)
+            tree = work.filter(plan, *jax.device_get((tree, candidates)))
             verified = decoding.verify_step(plan, weights, state, tree)
         else:
             verified = decoding.verify_step(plan, weights, state, tree)
-            visits = tree_walks({row: self.grammars[row] for row in live}, jax.device_get(tree))
-        rows, failures = visited_rows(visits, tree.token_ids.shape, self._num_words)
-        self.failures.update(failures)
+            work.walk(jax.device_get(tree))
+        rows = work.rows(tree.token_ids.shape, self._num_words)
+        self.failures.update(work.failures)
         state = self._finish_failed(state, self._finished)
         state, out = self._finish(weights, state, tree, verified, rows, sampling, stop_token_ids)
         emitted = jax.device_get((out.token_ids, out.counts, state.remaining, state.finished))
         return self._account(state, *emitted), out
 
 
-Visits = dict[int, Callable[[], np.ndarray]]  # row of the batch -> what gives the grammar rows int32[N, W] of its tree
+class GrammarWork:
+    """The host's grammar work of one round: drafts kept from what grammars forbid, and the rows of every tree node.
 
-
-def filter_drafts(
-    plan: decoding.Plan,
-    grammars: Mapping[int, SequenceGrammar],
-    tree: DraftTree,
-    candidates: tuple[np.ndarray, np.ndarray],
-) -> tuple[DraftTree, Visits, dict[int, Failure]]:
-    """Keeps the drafts of constrained sequences from what their grammars forbid.
-
-    grammars: by row of the batch, of the sequences that follow one. tree, candidates: from the drafting program, as
-    NumPy arrays.
-
-    Returns:
-      The tree with those sequences' drafts in place of the unfiltered ones, their visits, and what went wrong.
+    Attributes:
+      failures: by row of the batch, why a sequence can not go on; filled by the methods.
     """
-    make = filtered_chain
-    if capabilities(plan.algorithm).branching:
-        make = functools.partial(filtered_tree, budget=plan.budget)
-    found, failures = {}, {}
-    for row, grammar in grammars.items():
+
+    def __init__(self, grammars: Mapping[int, SequenceGrammar], *, max_seconds: float = math.inf):
+        """grammars: by row of the batch, of the sequences that follow one. max_seconds: of one sequence's work; one
+        that took more fails.
+        """
+        self.failures: dict[int, Failure] = {}
+        self._grammars, self._max_seconds = grammars, max_seconds
+        self._visits: dict[int, Callable[[], np.ndarray]] = {}  # row -> what gives int32[N, W] of its tree
+        self._spent = dict.fromkeys(grammars, 0.0)
+
+    def filter(self, plan: decoding.Plan, tree: DraftTree, candidates: tuple[np.ndarray, np.ndarray]) -> DraftTree:
+        """The tree with the filtered drafts of these sequences. tree, candidates: of the drafting program, as NumPy
+        arrays.
+        """
+        make = filtered_chain
+        if capabilities(plan.algorithm).branching:
+            make = functools.partial(filtered_tree, budget=plan.budget)
+        found = {}
+        for row, grammar in self._grammars.items():
+            with self._watched(row):
+                root = int(tree.token_ids[row, 0])
+                found[row] = make(grammar, root, candidates[0][row], candidates[1][row], forced="text")
+        self._visits = {row: one.rows for row, one in found.items()}
+        return _merged(tree, found)
+
+    def walk(self, tree: DraftTree) -> None:
+        """Takes a tree that was drafted without the grammars, as NumPy arrays."""
+        self._visits = {
+            row: functools.partial(_walked, grammar, tree.token_ids[row], tree.parents[row], int(tree.num_nodes[row]))
+            for row, grammar in self._grammars.items()
+        }
+
+    def rows(self, shape: tuple[int, int], num_words: int) -> np.ndarray:
+        """int32[B, N, W] for trees of `shape` [B, N], where a free sequence allows everything."""
+        rows = np.full((*shape, num_words), -1, np.int32)
+        for row, visit in self._visits.items():
+            with self._watched(row):
+                rows[row] = visit()
+        for row, seconds in self._spent.items():
+            if seconds > self._max_seconds:
+                message = f"grammar: took {seconds:.1f} s for one round, allowed are {self._max_seconds:g}; simplify it"
+                self.failures.setdefault(row, Failure("error", message))
+        return rows
+
+    @contextlib.contextmanager
+    def _watched(self, row: int) -> Iterator[None]:
+        started = time.perf_counter()
         try:
-            root = int(tree.token_ids[row, 0])
-            found[row] = make(grammar, root, candidates[0][row], candidates[1][row], forced="text")
+            yield
         except ValueError as error:
-            failures[row] = Failure("error", str(error))
-    return _merged(tree, found), {row: one.rows for row, one in found.items()}, failures
-
-
-def tree_walks(grammars: Mapping[int, SequenceGrammar], tree: DraftTree) -> Visits:
-    """The visits of a tree that was drafted without the grammars, as NumPy arrays."""
-    return {
-        row: functools.partial(_walked, grammar, tree.token_ids[row], tree.parents[row], int(tree.num_nodes[row]))
-        for row, grammar in grammars.items()
-    }
-
-
-def visited_rows(visits: Visits, shape: tuple[int, int], num_words: int) -> tuple[np.ndarray, dict[int, Failure]]:
-    """int32[B, N, W] for trees of `shape` [B, N], where a free sequence allows everything; and what went wrong."""
-    rows = np.full((*shape, num_words), -1, np.int32)
-    failures = {}
-    for row, visit in visits.items():
-        try:
-            rows[row] = visit()
-        except ValueError as error:
-            failures[row] = Failure("error", str(error))
-    return rows, failures
+            self.failures[row] = Failure("error", str(error))
+        self._spent[row] += time.perf_counter() - started
 
 
 def _merged(tree: DraftTree, filtered: dict[int, FilteredTree]) -> DraftTree:

@@ -1,4 +1,6 @@
-"""Repository ids in place of folders: `huggingface_hub`, where it is installed, finds or downloads the model."""
+"""Names in place of folders: of the shipped targets, and repository ids, whose models `huggingface_hub` finds or
+downloads where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ from typing import Any
 
 from ddtree_jax.errors import CheckpointError, one_line
 from ddtree_jax.safetensors_files import INDEX_NAME, SINGLE_NAME
+
+DEMO = "demo"
+DEMO_TARGETS = {DEMO: "target", "demo-nvfp4": "target-nvfp4"}  # name -> folder beside the drafter that serves both
 
 # One name before the slash and one after it, as the hub allows them; "./x", "../x" and "/x" are paths.
 _PART = r"(?!.*(?:--|\.\.))[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_jax.algorithm import SpeculativeAlgorithm, require, require_drafter, require_recurrent
+from ddtree_jax.algorithm import MAX_BUDGET, SpeculativeAlgorithm, require, require_drafter, require_recurrent
 from ddtree_jax.engine import Engine
 from ddtree_jax.errors import HybridStateWarning, UnsupportedRequestError, shown
 from ddtree_jax.grammar import CompiledGrammar, Grammar, vocabulary_of
 
-MAX_BUDGET = 1024
 MAX_BATCH = 16  # sequences decoded together; a longer list of prompts runs in groups of this
 MAX_TOP_K = 2**31 - 1
 # Where a constrained request's grammar rows come from. All give the same tokens: "table", small grammars as a table on

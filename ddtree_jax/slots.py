@@ -47,10 +47,6 @@ class Pool:
     cache: Cache
     draft_cache: Cache | None
 
-    @property
-    def num_slots(self) -> int:
-        return self.cache.lengths.shape[0]
-
 
 @dataclasses.dataclass(frozen=True)
 class SlotRow:
@@ -192,7 +188,7 @@ def make_pool(plan: Plan, weights: Weights, num_slots: int, capacity: int) -> Po
 def open_slot(
     plan: Plan, weights: Weights, pool: Pool, slot: jax.Array, length: jax.Array, source: jax.Array, extent: int
 ) -> Pool:
-    """Starts a sequence whose first `length` tokens lie at the front of slot `source`.
+    """Starts a sequence whose first `length` tokens are a prefix of what slot `source` holds.
 
     slot, length, source: int32[]. extent: static, >= length, positions to copy; 0 copies nothing: for a source that is
     the slot itself, or for length 0. Needs a target without recurrent layers if length > 0: a state is that of one
@@ -204,8 +200,8 @@ def open_slot(
             return None
 
         def copy(leaf: jax.Array) -> jax.Array:
-            front = jax.lax.dynamic_slice_in_dim(leaf[:, :, :extent], source, 1, axis=1)
-            return jax.lax.dynamic_update_slice(leaf, front, (0, slot, 0, 0))
+            prefix = jax.lax.dynamic_slice_in_dim(leaf[:, :, :extent], source, 1, axis=1)
+            return jax.lax.dynamic_update_slice(leaf, prefix, (0, slot, 0, 0))
 
         rows = jax.tree.map(copy, cache.rows) if extent else cache.rows
         return dataclasses.replace(cache, rows=rows, lengths=cache.lengths.at[slot].set(length))
@@ -231,10 +227,10 @@ def prefill_slots(
       The pool, and the residual stream [B, width] at each chunk's last token, for `first_tokens`.
     """
     target = plan.target.merge(weights.target)
-    w, c = token_ids.shape
+    b, c = token_ids.shape
     view = take_slots(pool.cache, slots, extent)
     positions = view.lengths[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
-    out = target(token_ids, positions, causal_mask(w, c), view, layer_ids=plan.taps)
+    out = target(token_ids, positions, causal_mask(b, c), view, layer_ids=plan.taps)
     draft_cache = pool.draft_cache
     if plan.drafter is not None:
         context = plan.drafter.merge(weights.drafter).context_rows(out.features, positions)
@@ -256,7 +252,7 @@ def first_tokens(
     return choose_tokens(logits, zeros[:, None], zeros, batch.sampling(), mode=plan.mode)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "extent", "with_candidates", "constrained"))
+@functools.partial(jax.jit, static_argnames=("plan", "extent", "constrained"))
 def draft_slots(
     plan: Plan,
     weights: Weights,
@@ -264,10 +260,10 @@ def draft_slots(
     batch: SlotBatch,
     *,
     extent: int,
-    with_candidates: bool,
     constrained: bool,
 ) -> tuple[DraftTree, tuple[jax.Array, jax.Array] | None]:
-    """The drafter's pass: the trees, and with `with_candidates` what a grammar may filter others from.
+    """The drafter's pass: the trees; and of a constrained batch what a grammar may filter others from, None where
+    nothing was drafted.
 
     extent: static, >= the lengths of the batch's sequences.
     constrained: static, whether a sequence of the batch follows a grammar. InvariantError if the plan takes no rows.
@@ -276,7 +272,7 @@ def draft_slots(
     state = _state(view, batch, view.cache.lengths, constrained)
     functions = round_functions(plan, weights, None)
     proposal = draft_proposal(state, functions)
-    candidates = filter_candidates(plan, proposal) if with_candidates else None
+    candidates = filter_candidates(plan, proposal) if constrained and plan.drafter is not None else None
     return settle((draft_tree(state, proposal, functions), candidates), plan.target.mesh)
 
 

@@ -30,11 +30,12 @@ from smg_grpc_proto.generated import common_pb2
 
 from ddtree_jax.errors import one_line, shown
 from ddtree_jax.tokenizer import StreamDecoder, Tokenizer
+from serving import MAX_MESSAGE_BYTES
+from serving.stops import StopCutter
 
 if TYPE_CHECKING:
     from ddtree_jax.grammar import Grammar
 
-MAX_MESSAGE_BYTES = 256 * 2**20
 MAX_TOKENIZER_BYTES = 256 * 2**20  # of tokenizer.json, unpacked, and of the archive with it
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -102,43 +103,6 @@ class Completion:
     def _number(self, name: str) -> float:
         value = self.statistics.get(name)
         return value if isinstance(value, (int, float)) else 0
-
-
-class StopCutter:
-    """Cuts a text that comes in pieces, one a token, at the stop string that a piece completes; of several that it
-    completes, at the one that begins first.
-
-    No piece that it lets through holds any part of a stop string that later pieces complete.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """Takes the next piece and returns what may be shown."""
-        if self.matched is not None:
-            return ""
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.matched = min(found)
-            self._held = ""
-            return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """What is held back; call it after the last piece."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters of the longest end of `text` that `stop` begins with, less than all of it."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Client:

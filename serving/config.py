@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddtree_jax.algorithm import CAPABILITIES, SpeculativeAlgorithm, capabilities, spoils_recurrent_state
+from ddtree_jax.algorithm import CAPABILITIES, MAX_BUDGET, SpeculativeAlgorithm, capabilities, spoils_recurrent_state
 from ddtree_jax.errors import shown
+from ddtree_jax.hub import DEMO_TARGETS
 from serving.tls import TlsFiles
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_BUDGET = 1024  # as `ddtree_jax.requests`, which imports JAX
-DEMO_TARGETS = ("demo", "demo-nvfp4")  # names that bring their drafter with them, as in `ddtree_jax.engine`
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -14,12 +14,25 @@ from collections.abc import Callable
 
 from ddtree_jax.engine import Engine
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError, status_of
-from serving.jobs import Event, Failed, Finished, Job, Load, LoopSettings, Observer, RoundRecord, Tokens
+from serving.jobs import (
+    DRAINING,
+    LOADING,
+    READY,
+    STOPPED,
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Load,
+    LoopSettings,
+    Observer,
+    RoundRecord,
+    Tokens,
+)
 from serving.runner import RoundResult, Runner
 from serving.sequences import RunningSequence, waiting_record
 from serving.slots import SlotTable
 
-LOADING, READY, DRAINING, STOPPED = "loading", "ready", "draining", "stopped"
 RATE_WINDOW_S = 5.0  # over which tokens per second are counted
 
 _log = logging.getLogger(__name__)
@@ -53,7 +66,8 @@ class DeviceThread:
         self._waiting: collections.deque[tuple[Job, float]] = collections.deque()
         self._running: list[RunningSequence] = []  # in the order in which they got their slots
         self._slots = SlotTable(settings.max_running_requests, prefix_reuse=False)
-        self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        self._recent: collections.deque[tuple[float, int]] = collections.deque()  # (when, tokens) of each step
+        self._step_tokens = 0
         self._told_state = LOADING  # what the observer knows
         self._prompt_tokens = self._cached_tokens = 0
 
@@ -74,9 +88,6 @@ class DeviceThread:
             return self._state == READY
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Calls back, on the device thread, if that thread ends by a fault: nothing will be served any more. At once
-        where that has happened.
-        """
         with self._changed:
             if not self._faulty:
                 self._watchers.append(callback)
@@ -300,7 +311,7 @@ class DeviceThread:
         except Exception as error:  # a broken rule of its grammar: the others have nothing to do with it
             self._recover(runner, error, [sequence], "what a round emitted")
             return
-        self._recent.append((time.monotonic(), len(taken)))
+        self._step_tokens += len(taken)
         if taken:
             self._emit(sequence.job, Tokens(tuple(taken), sequence.place.length))
         if finished is not None:
@@ -367,7 +378,11 @@ class DeviceThread:
             self._fail(sequence, error)
 
     def _publish(self) -> None:
-        since = time.monotonic() - RATE_WINDOW_S
+        now = time.monotonic()
+        if self._step_tokens:
+            self._recent.append((now, self._step_tokens))
+            self._step_tokens = 0
+        since = now - RATE_WINDOW_S
         while self._recent and self._recent[0][0] < since:
             self._recent.popleft()
         load = self.load()

@@ -22,9 +22,8 @@ from ddtree_jax.grammar import MAX_GRAMMAR_BYTES, Grammar, vocabulary_of
 from ddtree_jax.tokenizer import Tokenizer
 
 MAX_COMPILE_S = 5.0
-MAX_COMPILE_BYTES = (
-    2**30
-)  # besides what the process has before its first grammar; the stack of a compile is 256 MiB of it
+# Besides what the process has before its first grammar; the stack of a compile is 256 MiB of it.
+MAX_COMPILE_BYTES = 2**30
 MAX_PASSED = 1024  # grammars that are remembered as harmless
 
 

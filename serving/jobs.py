@@ -91,11 +91,14 @@ class Job:
     deadline: float | None = None
 
 
+STATES = (LOADING, READY, DRAINING, STOPPED) = ("loading", "ready", "draining", "stopped")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
     """A snapshot of the device thread.
 
-    state: loading, ready, draining or stopped.
+    state: one of `STATES`.
     waiting_tokens: prompt tokens of the requests that wait.
     used_tokens: tokens in the caches of running requests; max_tokens: room for them in all slots.
     tokens_per_second: of the last seconds; cache_hit_rate: prompt tokens that were reused, of all so far.
@@ -114,26 +117,26 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """One finished request, for the log line and the metrics.
+    """One finished request, for the log line and the metrics. The defaults are those of one that never got a slot.
 
     outcome: finish reason, or the name of the status that it failed with (CANCELLED, DEADLINE_EXCEEDED, ...).
     queue_s: seconds until it got a slot (all its time, if it never did).
-    stats: None where it ended before its first token.
+    time_to_first_token_s: None where it ended before.
     """
 
     request_id: str
     outcome: str
     algorithm: SpeculativeAlgorithm
     num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
     queue_s: float
-    time_to_first_token_s: float | None
     total_s: float
-    num_rounds: int
-    mean_acceptance_length: float
-    mean_tree_size: float
     has_grammar: bool
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    time_to_first_token_s: float | None = None
+    num_rounds: int = 0
+    mean_acceptance_length: float = 0.0
+    mean_tree_size: float = 0.0
     error: str | None = None
 
 
@@ -180,6 +183,14 @@ class EngineLoop(Protocol):
 
     def drain(self) -> None:
         """Takes no new jobs; those that are there go on."""
+
+    def stop(self) -> None:
+        """Ends what is left with `NotReadyError`, and the thread; returns, unlike the others, once it has ended."""
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Calls back, from any thread, if the thread ends by a fault: nothing will be served any more. At once where
+        that has happened.
+        """
 
     def load(self) -> Load:
         """What runs and waits now."""

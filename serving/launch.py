@@ -77,14 +77,7 @@ def _start(plan: Plan, telemetry: Telemetry, report: Progress) -> object:
     if not thread.wait_until_ready():
         thread.stop()
         raise RuntimeError("the device thread ended before it was ready")
-    return Backend(
-        engine=engine,
-        settings=plan.settings,
-        loop=thread,
-        stop=thread.stop,
-        watch=thread.watch,
-        observer=telemetry,
-    )
+    return Backend(engine=engine, settings=plan.settings, loop=thread, observer=telemetry)
 
 
 def _banner(plan: Plan, port: int) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, ProcessCollector
 
-from serving.jobs import Load, RequestRecord, RoundRecord
+from serving.jobs import STATES, Load, RequestRecord, RoundRecord
 from serving.logs import LOGGER, log_request
 
 PREFIX = "ddtree"
-STATES = ("loading", "ready", "draining", "stopped")
 # Edges of histograms. Acceptance: every length of a block of 16 or 32; trees: a root and a usual budget.
 LENGTHS = (*range(1, 17), 24, 32)
 TREE_SIZES = (1, 2, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
@@ -77,7 +76,12 @@ class Metrics:
             "Time since a sequence's last tokens over the tokens that came, once a round and sequence.",
             buckets=ROUND_SECONDS,
         )
-        self._prefill_seconds = make(Histogram, "prefill_seconds", "Time of a prefill chunk.", buckets=WAIT_SECONDS)
+        self._prefill_seconds = make(
+            Histogram,
+            "prefill_seconds",
+            "Time of a prefill chunk; only the last of a prompt waits for the device.",
+            buckets=WAIT_SECONDS,
+        )
         self._prefill_tokens = make(Counter, "prefill_tokens", "Prompt tokens that prefill computed.")
 
         self._state = make(Enum, "state", "State of the server.", states=list(STATES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,13 +14,16 @@ from ddtree_jax import decoding
 from ddtree_jax import slots as device
 from ddtree_jax.algorithm import capabilities
 from ddtree_jax.engine import Engine
-from ddtree_jax.grammar_rounds import Failure
+from ddtree_jax.grammar_rounds import Failure, GrammarWork
+from ddtree_jax.tree import DraftTree, Verified
 from ddtree_jax.tree.grammar_rows import num_words
-from serving.grammar_work import GrammarWork
 from serving.jobs import LoopSettings
 from serving.sequences import RunningSequence
 from serving.slots import Place
 
+# Of grammar work in one round, for one sequence, which usually takes some milliseconds. A call of the grammar library
+# cannot be interrupted, so a grammar that is as slow as that holds the other streams up once, and its request ends.
+MAX_GRAMMAR_S = 2.0
 TIMED_EVERY = 16  # rounds; a round that is timed by stage waits for the device after each
 MIN_CHUNK_TOKENS = 32
 FULL_CHUNK = 0.75  # of a chunk that must be real for it to be preferred to a smaller one
@@ -74,7 +78,7 @@ class Runner:
 
     def __init__(self, engine: Engine, settings: LoopSettings):
         self.settings = settings
-        self._tokenizer = engine.tokenizer
+        self._has_tokenizer = engine.tokenizer is not None
         self._num_words = num_words(engine.target.config.vocab_size)
         algorithm, budget = settings.algorithm, settings.budget
         self._plan, self._weights = decoding.make_plan(engine, algorithm, budget, device.SAMPLING_MODE)
@@ -91,7 +95,7 @@ class Runner:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Recurrent layers keep the state of one place only, so a front of it cannot be had."""
+        """Recurrent layers keep the state of one place only, so there is none of a prefix."""
         return self.settings.prefix_reuse and self._pool.cache.states is None
 
     def _new_pool(self) -> device.Pool:
@@ -154,32 +158,22 @@ class Runner:
         at = [slots.index(s.slot) for s in sequences]
         batch = device.SlotBatch.pack(rows, num_slots)
         grammars = {row: s.grammar for row, s in zip(at, sequences, strict=True) if s.grammar is not None}
-        plan = self._grammar_plan if grammars else self._plan
+        constrained = bool(grammars)
         extent = device.extent_of(max(s.length for s in sequences), self.capacity)
         self._rounds += 1
         clock = _Clock(timed=self._rounds % TIMED_EVERY == 0)
 
-        constrained = bool(grammars)
-        filtered = constrained and plan.drafter is not None
-        tree, candidates = device.draft_slots(
-            plan,
-            self._weights,
-            self._pool,
-            batch,
-            extent=extent,
-            with_candidates=filtered,
-            constrained=constrained,
-        )
+        tree, candidates = self._draft(batch, extent, constrained)
         clock.lap("draft", tree)
-        work = GrammarWork(grammars)
-        if filtered:
-            tree = work.filter(plan, *jax.device_get((tree, candidates)))
+        work = GrammarWork(grammars, max_seconds=MAX_GRAMMAR_S)
+        if candidates is not None:
+            tree = work.filter(self._plan, *jax.device_get((tree, candidates)))
             clock.lap("grammar")
-        verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
+        verified = self._verify(batch, tree, extent)
         allowed = None
-        if grammars:
+        if constrained:
             # Beside the target's pass.
-            if not filtered:
+            if candidates is None:
                 work.walk(jax.device_get(tree))
             allowed = work.rows(tree.token_ids.shape, self._num_words)
             clock.lap("grammar")
@@ -188,10 +182,7 @@ class Runner:
         if failures:
             rows = [dataclasses.replace(row, finished=True) if i in failures else row for i, row in enumerate(rows)]
             batch = device.SlotBatch.pack(rows, num_slots)
-        self._pool, out = device.finish_slots(
-            plan, self._weights, self._pool, batch, tree, verified, allowed, constrained=constrained
-        )
-        out = device.SlotOutput.fetch(out)
+        out = device.SlotOutput.fetch(self._finish(batch, tree, verified, allowed, constrained))
         clock.lap("finish")
         return RoundResult(
             token_ids=[out.token_ids[row, : out.counts[row]].tolist() for row in at],
@@ -210,7 +201,8 @@ class Runner:
         """
         zero = np.zeros((1,), np.int32)
         extent = device.extent_of(0, self.capacity)
-        grammar_rows = [None] if self._tokenizer is None else [None, -np.ones((1, self._num_words), np.int32)]
+        takes_grammars = self._has_tokenizer and self._grammar_plan.grammar != "none"
+        grammar_rows = (None, -np.ones((1, self._num_words), np.int32)) if takes_grammars else (None,)
         self.open(Place(0, 0, 0))
         for size in chunk_sizes(self.settings.chunked_prefill_size):
             if stopped():
@@ -227,32 +219,40 @@ class Runner:
             batch = device.SlotBatch.pack([device.SlotRow(0)], num_slots)
             device.first_tokens(self._prompt_plan, self._weights, hidden, batch, rows)
         for width in widths(num_slots):
-            for plan in (self._plan, self._grammar_plan)[: len(grammar_rows)]:
+            batch = device.SlotBatch.pack([device.SlotRow(i) for i in range(width)], num_slots)
+            for constrained in (False, True) if takes_grammars else (False,):
                 if stopped():
                     return
-                progress(f"compiling the round of {width} sequences{', grammar' * (plan.grammar != 'none')} ...")
-                self._idle_round(plan, device.SlotBatch.pack([device.SlotRow(i) for i in range(width)], num_slots))
+                progress(f"compiling the round of {width} sequences{', grammar' * constrained} ...")
+                self._idle_round(batch, constrained=constrained)
         jax.block_until_ready(self._pool)
 
-    def _idle_round(self, plan: decoding.Plan, batch: device.SlotBatch) -> None:
-        constrained, extent = plan.grammar != "none", device.extent_of(0, self.capacity)
-        filtered = constrained and plan.drafter is not None
-        tree, _ = device.draft_slots(
-            plan,
-            self._weights,
-            self._pool,
-            batch,
-            extent=extent,
-            with_candidates=filtered,
-            constrained=constrained,
-        )
-        if filtered:
-            tree = jax.device_get(tree)
-        verified = device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
+    def _idle_round(self, batch: device.SlotBatch, *, constrained: bool) -> None:
+        extent = device.extent_of(0, self.capacity)
+        tree, candidates = self._draft(batch, extent, constrained)
+        if candidates is not None:
+            tree = jax.device_get(tree)  # as a filtered one is
+        verified = self._verify(batch, tree, extent)
         rows = -np.ones((*tree.token_ids.shape, self._num_words), np.int32) if constrained else None
-        self._pool, _ = device.finish_slots(
+        self._finish(batch, tree, verified, rows, constrained)
+
+    # The three programs of a round, over the pool.
+
+    def _draft(self, batch: device.SlotBatch, extent: int, constrained: bool) -> tuple[DraftTree, Any]:
+        plan = self._grammar_plan if constrained else self._plan
+        return device.draft_slots(plan, self._weights, self._pool, batch, extent=extent, constrained=constrained)
+
+    def _verify(self, batch: device.SlotBatch, tree: DraftTree, extent: int) -> Verified:
+        return device.verify_slots(self._plan, self._weights, self._pool, batch, tree, extent=extent)
+
+    def _finish(
+        self, batch: device.SlotBatch, tree: DraftTree, verified: Verified, rows: np.ndarray | None, constrained: bool
+    ) -> jax.Array:
+        plan = self._grammar_plan if constrained else self._plan
+        self._pool, out = device.finish_slots(
             plan, self._weights, self._pool, batch, tree, verified, rows, constrained=constrained
         )
+        return out
 
 
 class _Clock:

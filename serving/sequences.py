@@ -11,26 +11,10 @@ from ddtree_jax.grammar_rounds import DEAD_END, Failure
 from ddtree_jax.grammar_walk import SequenceGrammar
 from ddtree_jax.slots import key_words
 from ddtree_jax.stats import Stats
-from ddtree_jax.tokenizer import StreamDecoder, Tokenizer
+from ddtree_jax.tokenizer import Tokenizer
 from serving.jobs import Finished, Job, RequestRecord
 from serving.slots import Place
-
-
-class StopStrings:
-    """Finds the first stop string in a growing text."""
-
-    def __init__(self, tokenizer: Tokenizer, strings: SequenceOf[str]):
-        self._decoder = StreamDecoder(tokenizer)
-        self._strings = tuple(strings)
-        self._keep = max(map(len, self._strings)) - 1  # characters that a later match may begin in
-        self._tail = ""
-
-    def push(self, token_id: int) -> str | None:
-        """Takes the next token; returns the stop string that it completes, the one that begins first of several."""
-        self._tail += self._decoder.push([token_id])
-        found = [(self._tail.find(string), string) for string in self._strings if string in self._tail]
-        self._tail = self._tail[max(len(self._tail) - self._keep, 0) :]
-        return min(found)[1] if found else None
+from serving.stops import StopStrings
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,6 +73,11 @@ class RunningSequence:
     def remaining(self) -> int:
         return self.job.request.max_new_tokens - len(self.token_ids)
 
+    @property
+    def mean_tree_size(self) -> float:
+        """Nodes a round, the root included; 0.0 without a round."""
+        return self.num_nodes / len(self.acceptance_lengths) if self.acceptance_lengths else 0.0
+
     def committed(self) -> list[int]:
         """The tokens whose rows the slot holds."""
         return (self.prompt[: self.prefilled] + self.token_ids)[: self.length]
@@ -143,7 +132,7 @@ class RunningSequence:
             num_cached_tokens=self.place.length,
             num_draft_tokens=self.num_nodes - rounds,
             num_accepted_draft_tokens=sum(self.acceptance_lengths) - rounds,
-            mean_tree_size=self.num_nodes / rounds if rounds else 0.0,
+            mean_tree_size=self.mean_tree_size,
             error=error,
         )
 
@@ -161,7 +150,7 @@ class RunningSequence:
         )
 
     def record(self, outcome: str, error: str | None = None) -> RequestRecord:
-        stats, rounds = self.stats(), len(self.acceptance_lengths)
+        stats = self.stats()
         return RequestRecord(
             request_id=self.job.request_id,
             outcome=outcome,
@@ -172,9 +161,9 @@ class RunningSequence:
             queue_s=self.opened - self.submitted,
             time_to_first_token_s=None if self.first_token_at is None else stats.time_to_first_token_s,
             total_s=time.monotonic() - self.submitted,
-            num_rounds=rounds,
+            num_rounds=stats.num_rounds,
             mean_acceptance_length=stats.mean_acceptance_length,
-            mean_tree_size=self.num_nodes / rounds if rounds else 0.0,
+            mean_tree_size=self.mean_tree_size,
             has_grammar=self.grammar is not None,
             error=error,
         )
@@ -188,14 +177,8 @@ def waiting_record(job: Job, submitted: float, outcome: str, error: str | None =
         outcome=outcome,
         algorithm=job.request.algorithm,
         num_prompt_tokens=len(job.request.prompts[0]),
-        num_cached_tokens=0,
-        num_output_tokens=0,
         queue_s=waited,
-        time_to_first_token_s=None,
         total_s=waited,
-        num_rounds=0,
-        mean_acceptance_length=0.0,
-        mean_tree_size=0.0,
         has_grammar=job.request.grammars[0] is not None,
         error=error,
     )

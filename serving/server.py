@@ -17,11 +17,11 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from ddtree_jax.errors import CheckpointError, UnsupportedRequestError, one_line
+from serving import MAX_MESSAGE_BYTES
 from serving.decode_guard import DecodeGuard
 from serving.servicer import SERVICE, Backend, Servicer
 from serving.tls import TlsFiles
 
-MAX_MESSAGE_BYTES = 256 * 2**20  # both ways
 LAST_WORDS_S = 1.0  # after the grace period: for statuses that have been decided to reach their clients
 
 _log = logging.getLogger(__name__)
@@ -119,13 +119,13 @@ class Server:
             is_over, self._backend = self._is_over, backend
         if is_over:
             if backend is not None:
-                backend.stop()
+                backend.loop.stop()
             return
         try:
             loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._take(backend, error)))
         except RuntimeError:  # the event loop was closed without a `stop`
             if backend is not None:
-                backend.stop()
+                backend.loop.stop()
 
     async def _take(self, backend: Backend | None, error: Exception | None) -> None:
         if error is not None:
@@ -137,8 +137,7 @@ class Server:
         self._servicer.backend = backend
         for name in ("", SERVICE):
             await self._health.set(name, _SERVING)
-        if backend.watch is not None:
-            backend.watch(functools.partial(_set_from_thread, asyncio.get_running_loop(), self._ended))
+        backend.loop.watch(functools.partial(_set_from_thread, asyncio.get_running_loop(), self._ended))
         _log.info("ready")
         self._loaded.set_result(None)
 
@@ -187,7 +186,7 @@ class Server:
         with self._handover:
             self._is_over, backend = True, self._backend
         if backend is not None:
-            await asyncio.to_thread(backend.stop)
+            await asyncio.to_thread(backend.loop.stop)
         _log.info("stopped")
 
     async def _first_of(self, *waits, timeout: float) -> None:

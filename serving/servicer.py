@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,18 @@ from ddtree_jax.errors import one_line, shown
 from serving import tokenizer_files, translate
 from serving.errors import CancelledError, InternalError, NotBuiltError, NotReadyError, QueueFullError, status_of
 from serving.grammar_guard import GrammarGuard
-from serving.jobs import EngineLoop, Failed, Finished, Job, LoopSettings, Observer, RequestRecord
+from serving.jobs import (
+    DRAINING,
+    LOADING,
+    READY,
+    EngineLoop,
+    Failed,
+    Finished,
+    Job,
+    LoopSettings,
+    Observer,
+    RequestRecord,
+)
 from serving.outbox import Outbox
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -46,16 +57,12 @@ class Backend:
     engine: or its outline; the RPCs read config, tokenizer and folder.
     settings: those that the loop runs with.
     loop: ready.
-    stop: ends the loop; blocks until its thread has ended. Called once, in a thread.
-    watch: takes what is called, from any thread, if the loop ends by a fault of its own; None: it cannot tell.
     observer: told of requests that never reach the loop; must then take calls from the event loop's thread too.
     """
 
     engine: Engine
     settings: LoopSettings
     loop: EngineLoop
-    stop: Callable[[], None]
-    watch: Callable[[Callable[[], None]], None] | None = None
     observer: Observer | None = None
 
 
@@ -225,14 +232,8 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 outcome=status_of(error).name,
                 algorithm=self.backend.settings.algorithm,
                 num_prompt_tokens=len(request.tokenized.input_ids),
-                num_cached_tokens=0,
-                num_output_tokens=0,
                 queue_s=seconds,
-                time_to_first_token_s=None,
                 total_s=seconds,
-                num_rounds=0,
-                mean_acceptance_length=0.0,
-                mean_tree_size=0.0,
                 has_grammar=request.sampling_params.WhichOneof("constraint") is not None,
                 error=one_line(error),
             )
@@ -273,8 +274,8 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def state(self) -> str:
         """loading, ready, draining or stopped."""
         if self.draining:
-            return "draining"
-        return "loading" if self.backend is None else self.backend.loop.load().state
+            return DRAINING
+        return LOADING if self.backend is None else self.backend.loop.load().state
 
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
@@ -285,7 +286,7 @@ class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             if self.backend is None:
                 raise NotReadyError("the server is loading its model; ask again later")
         state = self.state()
-        return pb.HealthCheckResponse(healthy=state == "ready", message=state)
+        return pb.HealthCheckResponse(healthy=state == READY, message=state)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext

@@ -1,4 +1,4 @@
-"""Which sequence lies in which slot, and which slot holds the front of a new prompt already."""
+"""Which sequence lies in which slot, and which slot holds a prefix of a new prompt already."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MIN_REUSED_TOKENS = 16  # a shorter common front is computed again: opening a slot with it would not pay
+MIN_REUSED_TOKENS = 16  # a shorter common prefix is computed again: opening a slot with it would not pay
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a new sequence goes.
 
-    length: tokens at its front that need no prefill; they lie in slot `source`, which may be `slot` itself.
+    length: of its prefix that needs no prefill; they lie in slot `source`, which may be `slot` itself.
     """
 
     slot: int
@@ -44,7 +44,7 @@ class SlotTable:
         """
         if not self._free:
             return None
-        length, source = self._longest_front(np.asarray(prompt[:-1], np.int32))
+        length, source = self._longest_prefix(np.asarray(prompt[:-1], np.int32))
         slot = self._free[0]
         if length < MIN_REUSED_TOKENS:
             length, source = 0, slot
@@ -69,8 +69,8 @@ class SlotTable:
         """Nothing that any slot holds may be reused: the caches are new."""
         self._held = [np.empty((0,), np.int32)] * len(self._held)
 
-    def _longest_front(self, prompt: np.ndarray) -> tuple[int, int]:
-        """(tokens, slot) of the slot that shares most with the front of a prompt."""
+    def _longest_prefix(self, prompt: np.ndarray) -> tuple[int, int]:
+        """(tokens, slot) of the slot that shares the longest prefix with a prompt."""
         best = (0, 0)
         if not self._prefix_reuse:
             return best

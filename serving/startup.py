@@ -12,8 +12,9 @@ import jax
 
 from ddtree_jax.algorithm import capabilities, require, require_recurrent
 from ddtree_jax.capacity import Capacity, estimate
-from ddtree_jax.engine import DEMO_TARGETS, OpenedPair, demo_folder, open_pair
+from ddtree_jax.engine import OpenedPair, demo_folder, open_pair
 from ddtree_jax.errors import CheckpointError, HybridStateWarning
+from ddtree_jax.hub import DEMO_TARGETS
 from ddtree_jax.models.sharding import make_mesh
 from ddtree_jax.slots import pool_capacity
 from serving.config import ServerConfig

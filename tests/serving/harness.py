@@ -91,6 +91,7 @@ class FakeLoop:
         self.aborted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[tuple[str, Finished | Failed]] = queue.SimpleQueue()
         self.stopped = threading.Event()
+        self.watchers: list[Callable[[], None]] = []
         self.state = "ready"
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake device", daemon=True)
@@ -129,6 +130,9 @@ class FakeLoop:
             tokens_per_second=12.5,
             cache_hit_rate=0.25,
         )
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        self.watchers.append(callback)
 
     def stop(self) -> None:
         self._calls.put(None)
@@ -263,7 +267,7 @@ async def serving(
 
     def factory() -> Backend:
         assert gate is None or gate.wait(TIMEOUT_S)
-        return Backend(engine=engine or outline(), settings=loop_settings, loop=loop, stop=loop.stop, observer=records)
+        return Backend(engine=engine or outline(), settings=loop_settings, loop=loop, observer=records)
 
     server = Server(factory, options or ListenOptions(port=0))
     await server.start()

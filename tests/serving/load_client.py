@@ -2,7 +2,7 @@
 
 python -m tests.serving.load_client PLAN.json   -> one JSON object on stdout: counts, and what was not as it must be.
 
-PLAN.json: address, requests, concurrency, seed, prompts, num_specs, expected (tokens of each spec).
+PLAN.json: address, requests, concurrency, seed, prompts, num_specs, expected (tokens and finish reason of each spec).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Load:
 
     def __init__(self, plan: dict[str, Any]):
         self.specs = make_specs(plan["prompts"], plan["num_specs"], plan["seed"])
-        self.expected: list[list[int]] = plan["expected"]
+        self.expected: list[tuple[list[int], str]] = plan["expected"]
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
 
@@ -40,7 +40,8 @@ class Load:
 
     async def one(self, stub: pb_grpc.VllmEngineStub, i: int, rng: random.Random) -> None:
         kind, which = KINDS[i % len(KINDS)], rng.randrange(len(self.specs))
-        spec, expected, request_id = self.specs[which], self.expected[which], f"load-{i}"
+        spec, request_id = self.specs[which], f"load-{i}"
+        expected, reason = self.expected[which]
         if kind == "invalid":
             await self._invalid(stub, spec, request_id, *INVALID[i // len(KINDS) % len(INVALID)])
             return
@@ -76,8 +77,7 @@ class Load:
         self.counts["full" if kind == "full" else f"{kind}, but done before"] += 1
         self.check(list(complete.output_ids) == expected, request_id, f"{spec}: {complete.output_ids}, {expected}")
         self.check(not stream or got == expected, request_id, f"chunks {got} against {expected}")
-        reason = "length" if len(expected) == spec.max_new_tokens and not complete.matched_stop_str else "stop"
-        self.check(complete.finish_reason in (reason, "stop"), request_id, f"finish reason {complete.finish_reason}")
+        self.check(complete.finish_reason == reason, request_id, f"finish reason {complete.finish_reason}")
         self.check(complete.completion_tokens == len(expected), request_id, "token count")
 
     async def _invalid(

@@ -8,7 +8,8 @@ import pytest
 
 from ddtree_jax import Grammar, InvariantError
 from ddtree_jax.grammar import vocabulary_of
-from serving.client import Client, ServerError, StopCutter, Tls, generate_request, tokenizer_from_zip
+from serving.client import Client, ServerError, Tls, generate_request, tokenizer_from_zip
+from serving.stops import StopCutter
 from tests.serving.fake_server import SECONDS, STATISTICS, FakeServer, demo_tokenizer, running, zipped
 from tests.serving.tls_files import certificate
 

@@ -114,7 +114,7 @@ def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch, tmp_path):
     async def serve(factory, options, *, on_start):
         on_start(types.SimpleNamespace(port=123, is_loading=False))
         seen.update(options=options, backend=factory())
-        seen["backend"].stop()
+        seen["backend"].loop.stop()
         return 0
 
     stand_ins = {
@@ -140,7 +140,7 @@ def test_a_server_is_started_with_what_was_asked(capsys, monkeypatch, tmp_path):
     assert (seen["options"].host, seen["options"].shutdown_grace_s) == ("127.0.0.1", 2.0)
     assert seen["options"].served_model_name == "name"
     assert seen["options"].tls == TlsFiles(pem.certificate_file, pem.key_file)
-    assert seen["backend"].watch.__func__ is Thread.watch
+    assert seen["backend"].loop.watch.__func__ is Thread.watch
     assert ("jax_compilation_cache_dir", programs) in updates
     messages = [json.loads(line)["message"] for line in err.splitlines()]
     assert messages[0].startswith("metrics at 127.0.0.1 port ") and messages[1:] == ["loading", "compiling"]

@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 
 import ddtree_jax.algorithm
-from ddtree_jax import engine, requests
 from ddtree_jax.algorithm import SpeculativeAlgorithm
 from serving import config
 from serving.config import OPTIONS, ServerConfig, add_server_options, config_from, read_config_file
@@ -223,8 +222,3 @@ def test_refusals_read_the_capability_table(monkeypatch):
     monkeypatch.setitem(ddtree_jax.algorithm.CAPABILITIES, ddtree, rows[SpeculativeAlgorithm.NONE])
     with pytest.raises(ValueError, match="DDTREE does not branch"):
         ServerConfig(speculative_ddtree_budget=8)
-
-
-def test_what_is_repeated_here_to_import_little_is_the_same():
-    assert config.MAX_BUDGET == requests.MAX_BUDGET
-    assert set(config.DEMO_TARGETS) == set(engine.DEMO_TARGETS)

@@ -14,7 +14,7 @@ from ddtree_jax import requests as admission
 from ddtree_jax import slots as device
 from ddtree_jax.errors import InvariantError
 from ddtree_jax.grammar_walk import SequenceGrammar
-from serving import engine_loop, grammar_work
+from serving import engine_loop, runner
 from serving.engine_loop import DeviceThread
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
 from serving.jobs import Failed, Finished
@@ -150,7 +150,7 @@ def test_stop_strings_end_the_output_with_the_token_that_completes_them(shared_l
     assert stopped.token_ids == free.token_ids[:expected]
 
 
-def test_E60_a_shared_front_is_not_computed_again_and_changes_nothing(make_loop):
+def test_E60_a_shared_prefix_is_not_computed_again_and_changes_nothing(make_loop):
     loop = make_loop()
     prompt = PROMPTS[5]
     first = loop.ask(prompt, max_new_tokens=20, stop_token_ids=[])
@@ -174,7 +174,7 @@ def test_E60_a_shared_front_is_not_computed_again_and_changes_nothing(make_loop)
     assert 0 < loop.thread.load().cache_hit_rate < 1
 
 
-def test_E60_a_front_is_copied_from_a_sequence_that_still_runs(make_loop, alone):
+def test_E60_a_prefix_is_copied_from_a_sequence_that_still_runs(make_loop, alone):
     loop = make_loop()
     running = loop.ask(PROMPTS[5], max_new_tokens=50, stop_token_ids=[])
     assert running.first.wait(WAIT_S)
@@ -329,9 +329,9 @@ def test_a_fault_ends_those_it_hit_and_no_others(make_loop, monkeypatch, alone, 
         assert isinstance(other.error(), InternalError)
         # The caches are lost where the program had them, and with them the other stream.
         assert isinstance(gate.wait(), Failed if donated else Finished)
-    front = loop.ask(PROMPTS[5], max_new_tokens=1).finished().num_cached_tokens
+    prefix = loop.ask(PROMPTS[5], max_new_tokens=1).finished().num_cached_tokens
     is_lost = donated and program != "draft_slots"  # which only reads
-    assert front == (0 if is_lost else len(PROMPTS[5]) - 1)
+    assert prefix == (0 if is_lost else len(PROMPTS[5]) - 1)
     after = loop.ask(PROMPTS[3], max_new_tokens=LENGTHS[3], **SETTINGS[3])
     assert after.finished() and after.token_ids == alone[3].token_ids
     assert loop.thread.load().running == 0
@@ -349,7 +349,7 @@ def test_a_request_that_could_not_be_opened_leaves_no_promise_about_its_slot(
         raise RuntimeError("a secret of the program")
 
     with monkeypatch.context() as patch:
-        # The front that was to be copied is in no slot afterwards: not in that of the request, nor in the other one.
+        # The prefix that was to be copied is in no slot afterwards: not in that of the request, nor in the other one.
         patch.setattr(where, name, faulty)
         patch.setattr(device, "draft_slots", faulty)
         hit = loop.ask(PROMPTS[5], request_id="hit")
@@ -470,7 +470,7 @@ def test_a_grammar_that_stalls_the_others_ends_its_own_request_alone(
     assert gate.first.wait(WAIT_S)
     bound = loop.ask(PROMPTS[4], max_new_tokens=20, **SETTINGS[4])
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_work.GrammarWork.__init__, "__kwdefaults__", {"max_seconds": 0.0})
+        patch.setattr(runner, "MAX_GRAMMAR_S", 0.0)
         gate.go.set()
         end = bound.finished()
     assert (end.finish_reason, "s for one round, allowed are 0" in end.error) == ("error", True)

@@ -12,7 +12,7 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.slow
-def test_recurrent_states_start_anew_and_fronts_are_not_reused(make_loop):
+def test_recurrent_states_start_anew_and_prefixes_are_not_reused(make_loop):
     engine = Engine(make_hybrid(SlotOrderNet, HybridConfig(), seed=1), None, None, "hybrid")
     loop = make_loop(engine, algorithm=SpeculativeAlgorithm.NONE, budget=0, max_running_requests=2, context_length=96)
     prompts = [RNG.integers(6, 23, size).tolist() for size in (40, 3, 20)]

@@ -10,7 +10,6 @@ import pytest
 
 import ddtree_jax
 from ddtree_jax.bench import held_out_prompts
-from serving.sequences import StopStrings
 from tests.serving.load_specs import make_specs
 from tests.serving.processes import START_S, server_process
 
@@ -25,15 +24,12 @@ def resident_bytes(process):
 
 
 def offline(engine, spec):
-    """The tokens that plain decoding gives, cut at the stop string."""
-    ids = ddtree_jax.generate(engine, spec.prompt, algorithm="none", **spec.generate_options()).token_ids
-    if spec.stop is None:
-        return ids
-    stops = StopStrings(engine.tokenizer, [spec.stop])
-    for count, token in enumerate(ids, 1):
-        if stops.push(token) is not None:
-            return ids[:count]
-    return ids
+    """(tokens, finish reason) of plain decoding, cut behind the token with which the text has the stop string."""
+    result = ddtree_jax.generate(engine, spec.prompt, algorithm="none", **spec.generate_options())
+    for count in range(1, len(result.token_ids) + 1):
+        if spec.stop is not None and spec.stop in engine.tokenizer.decode(result.token_ids[:count]):
+            return result.token_ids[:count], "stop"
+    return result.token_ids, result.finish_reason
 
 
 @pytest.mark.slow
@@ -48,7 +44,8 @@ def test_two_thousand_requests(demo_engine, tmp_path):
         "num_specs": NUM_SPECS,
         "expected": [offline(demo_engine, spec) for spec in specs],
     }
-    assert len({tuple(ids) for ids in plan["expected"]}) > NUM_SPECS / 2
+    assert {reason for _, reason in plan["expected"]} == {"stop", "length"}
+    assert len({tuple(ids) for ids, _ in plan["expected"]}) > NUM_SPECS / 2
     arguments = ("--max-running-requests", "8", "--context-length", "1024", "--speculative-ddtree-budget", "8")
     with server_process(*arguments, "--metrics-port", "0", "--log-requests", "none") as server:
         totals = {}

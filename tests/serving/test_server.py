@@ -178,7 +178,7 @@ class TestShutdown:
         def factory() -> Backend:
             os.kill(os.getpid(), signal.SIGTERM)
             assert gate.wait(TIMEOUT_S)
-            return Backend(engine=outline(), settings=settings(), loop=loop, stop=loop.stop)
+            return Backend(engine=outline(), settings=settings(), loop=loop)
 
         assert run(serve(factory, ListenOptions(port=0), on_start=started.append)) == 0
         assert started[0].is_loading
@@ -191,7 +191,7 @@ class TestShutdown:
             loop, started = FakeLoop(settings(), manual=True), asyncio.get_running_loop().create_future()
             serving_task = asyncio.ensure_future(
                 serve(
-                    lambda: Backend(engine=outline(), settings=settings(), loop=loop, stop=loop.stop),
+                    lambda: Backend(engine=outline(), settings=settings(), loop=loop),
                     ListenOptions(port=0, shutdown_grace_s=TIMEOUT_S),
                     on_start=started.set_result,
                 )
@@ -217,11 +217,11 @@ class TestShutdown:
 
     def test_a_loop_that_ends_by_a_fault_ends_serve_with_status_1(self) -> None:
         async def test() -> None:
-            loop, started, watchers = FakeLoop(settings()), asyncio.get_running_loop().create_future(), []
-            backend = Backend(engine=outline(), settings=settings(), loop=loop, stop=loop.stop, watch=watchers.append)
+            loop, started = FakeLoop(settings()), asyncio.get_running_loop().create_future()
+            backend = Backend(engine=outline(), settings=settings(), loop=loop)
             task = asyncio.ensure_future(serve(lambda: backend, ListenOptions(port=0), on_start=started.set_result))
             await (await started).loaded()
-            await asyncio.to_thread(watchers.pop())
+            await asyncio.to_thread(loop.watchers.pop())
             assert await task == 1
             assert loop.stopped.is_set()
 

@@ -13,11 +13,11 @@ from ddtree_jax.models.cache import Cache, take_slots, write_rows, write_states
 from ddtree_jax.sampling import SamplingParams
 from serving import runner
 from serving.jobs import LoopSettings
-from serving.sequences import StopStrings
 from serving.slots import MIN_REUSED_TOKENS, Place, SlotTable
+from serving.stops import StopStrings
 from tests.engine.conftest import text_tokenizer
 
-FRONT = list(range(MIN_REUSED_TOKENS))
+PREFIX = list(range(MIN_REUSED_TOKENS))
 
 
 def test_slots_are_taken_in_the_order_in_which_they_were_given_back():
@@ -32,33 +32,33 @@ def test_slots_are_taken_in_the_order_in_which_they_were_given_back():
         table.release(1)
 
 
-def test_a_front_is_reused_where_it_lies_or_copied():
+def test_a_prefix_is_reused_where_it_lies_or_copied():
     table = SlotTable(3, prefix_reuse=True)
-    assert table.acquire([*FRONT, 99]) == Place(0, 0, 0)
-    table.hold(0, FRONT)
+    assert table.acquire([*PREFIX, 99]) == Place(0, 0, 0)
+    table.hold(0, PREFIX)
     # Its owner still runs: a copy, which may not take the last token, whose logits are needed.
-    assert table.acquire(FRONT) == Place(1, 0, 1)
-    assert table.acquire([*FRONT, 98, 97]) == Place(2, len(FRONT), 0)
+    assert table.acquire(PREFIX) == Place(1, 0, 1)
+    assert table.acquire([*PREFIX, 98, 97]) == Place(2, len(PREFIX), 0)
     table.release(1)
     table.release(0)
     # All that slot 0 holds is reused: there is no second copy of it, although slot 1 is free for longer.
-    assert table.acquire([*FRONT, 98]) == Place(0, len(FRONT), 0)
-    table.hold(0, [*FRONT, 98, 1, 2, 3])
+    assert table.acquire([*PREFIX, 98]) == Place(0, len(PREFIX), 0)
+    table.hold(0, [*PREFIX, 98, 1, 2, 3])
     table.release(0)
     # Less than all: the rest stays for others.
-    assert table.acquire([*FRONT, 98, 5]) == Place(1, len(FRONT) + 1, 0)
+    assert table.acquire([*PREFIX, 98, 5]) == Place(1, len(PREFIX) + 1, 0)
 
 
 def test_nothing_is_reused_that_is_short_or_gone_or_not_wanted():
     table = SlotTable(2, prefix_reuse=True)
-    table.hold(0, FRONT)
-    assert table.acquire(FRONT[:-1] + [77, 78]).length == 0
-    table.hold(1, FRONT)
+    table.hold(0, PREFIX)
+    assert table.acquire(PREFIX[:-1] + [77, 78]).length == 0
+    table.hold(1, PREFIX)
     table.forget()
-    assert table.acquire([*FRONT, 1]).length == 0
+    assert table.acquire([*PREFIX, 1]).length == 0
     table = SlotTable(2, prefix_reuse=False)
-    table.hold(0, FRONT)
-    assert table.acquire([*FRONT, 1]) == Place(0, 0, 0)
+    table.hold(0, PREFIX)
+    assert table.acquire([*PREFIX, 1]) == Place(0, 0, 0)
 
 
 @settings(max_examples=60, deadline=None)

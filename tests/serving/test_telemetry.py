@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.cli_engine import progress_writer
 from serving import logs
-from serving.jobs import Load, RequestRecord, RoundRecord
+from serving.jobs import STATES, Load, RequestRecord, RoundRecord
 from serving.logs import LOGGER, log_request, logging_to
-from serving.metrics import STATES, Metrics, MetricsServer, Telemetry
+from serving.metrics import Metrics, MetricsServer, Telemetry
 
 pytestmark = pytest.mark.timeout(60)
 RECORD = RequestRecord(
