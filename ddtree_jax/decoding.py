@@ -194,13 +194,16 @@ def cache_capacity(longest_prompt: int, max_new_tokens: int, draft_depth: int) -
 def start_prefill(plan: Plan, weights: Weights, batch: int, capacity: int) -> PrefillState:
     """Empty caches for `batch` sequences of up to `capacity` tokens."""
     target = plan.target.merge(weights.target)
-    drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
-    state = PrefillState(
-        cache=target.empty_cache(batch, capacity),
-        draft_cache=None if drafter is None else drafter.empty_cache(batch, capacity),
-        hidden=jnp.zeros((batch, target.config.hidden_size), target.embed.dtype),
-    )
-    return settle(state, target.mesh)
+    hidden = jnp.zeros((batch, target.config.hidden_size), target.embed.dtype)
+    return settle(PrefillState(*empty_caches(plan, weights, batch, capacity), hidden), target.mesh)
+
+
+def empty_caches(plan: Plan, weights: Weights, batch: int, capacity: int) -> tuple[Cache, Cache | None]:
+    """The target's cache and the drafter's, for `batch` sequences of up to `capacity` tokens."""
+    cache = plan.target.merge(weights.target).empty_cache(batch, capacity)
+    if plan.drafter is None:
+        return cache, None
+    return cache, plan.drafter.merge(weights.drafter).empty_cache(batch, capacity)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
@@ -208,21 +211,43 @@ def prefill_chunk(
     plan: Plan, weights: Weights, state: PrefillState, token_ids: jax.Array, counts: jax.Array
 ) -> PrefillState:
     """Commits the next chunk of each prompt: token_ids int32[B, C], of which `counts[b]` int32 are real (0..C)."""
-    target = plan.target.merge(weights.target)
-    b, c = token_ids.shape
-    positions = state.cache.lengths[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
-    out = target(token_ids, positions, causal_mask(b, c), state.cache, layer_ids=plan.taps)
-    draft_cache = state.draft_cache
-    if plan.drafter is not None:
-        drafter = plan.drafter.merge(weights.drafter)
-        draft_cache = write_rows(draft_cache, drafter.context_rows(out.features, positions), counts, in_order(plan, b))
-    last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    state = PrefillState(
-        cache=write_states(write_rows(state.cache, out.rows, counts, in_order(plan, b)), out.states, counts),
-        draft_cache=draft_cache,
-        hidden=jnp.where(counts[:, None] > 0, last, state.hidden),
+    cache, draft_cache, last = commit_chunk(
+        plan, weights, state.cache, state.draft_cache, token_ids, counts, view=state.cache, slots=None
     )
-    return settle(state, target.mesh)
+    hidden = jnp.where(counts[:, None] > 0, last, state.hidden)
+    return settle(PrefillState(cache, draft_cache, hidden), plan.target.mesh)
+
+
+def commit_chunk(
+    plan: Plan,
+    weights: Weights,
+    cache: Cache,
+    draft_cache: Cache | None,
+    token_ids: jax.Array,
+    counts: jax.Array,
+    *,
+    view: Cache,
+    slots: jax.Array | None,
+) -> tuple[Cache, Cache | None, jax.Array]:
+    """Runs a chunk of each prompt and commits it.
+
+    token_ids: int32[B, C], of which `counts[b]` int32 are real (0..C).
+    view: what the sequences have in the cache, as a cache of B sequences. slots: as for `round_functions`.
+
+    Returns:
+      The caches, and the residual stream [B, width] at each chunk's last real token; of a chunk without one, any.
+    """
+    b, c = token_ids.shape
+    positions = view.lengths[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
+    target = plan.target.merge(weights.target)
+    out = target(token_ids, positions, causal_mask(b, c), view, layer_ids=plan.taps)
+    places = in_order(plan, b) if slots is None else slots
+    if plan.drafter is not None:
+        context = plan.drafter.merge(weights.drafter).context_rows(out.features, positions)
+        draft_cache = write_rows(draft_cache, context, counts, places)
+    cache = write_states(write_rows(cache, out.rows, counts, places), out.states, counts, slots=slots)
+    last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    return cache, draft_cache, last
 
 
 def prefill(plan: Plan, weights: Weights, prompts: Sequence[Sequence[int]], capacity: int) -> PrefillState:
@@ -262,12 +287,7 @@ def first_token(
     hidden: [B, D] of `PrefillState`; max_new_tokens: int32[B], 0 for an inert row that only fills the batch; rows:
     int32[B, W], the tokens that grammars allow first, None where no sequence has a grammar.
     """
-    target = plan.target.merge(weights.target)
-    logits = target.logits(hidden)[:, None]
-    if rows is not None:
-        logits = mask_logits(logits, rows[:, None])
-    zeros = jnp.zeros((logits.shape[0],), jnp.int32)
-    root = choose_tokens(logits, zeros[:, None], zeros, sampling, mode=plan.mode)[:, 0]
+    root = first_roots(plan, weights, hidden, sampling, rows)
     stopped = jnp.any(root[:, None] == stop_token_ids[None], axis=-1)
     state = RoundState(
         cache=cache,
@@ -279,7 +299,18 @@ def first_token(
         finished=stopped | (max_new_tokens <= 1),
         constrained=rows is not None,
     )
-    return settle(state, target.mesh)
+    return settle(state, plan.target.mesh)
+
+
+def first_roots(
+    plan: Plan, weights: Weights, hidden: jax.Array, sampling: SamplingParams, rows: jax.Array | None
+) -> jax.Array:
+    """int32[B]: the first new tokens. hidden: [B, width]; rows: int32[B, W] that grammars allow, None without one."""
+    logits = plan.target.merge(weights.target).logits(hidden)[:, None]
+    if rows is not None:
+        logits = mask_logits(logits, rows[:, None])
+    zeros = jnp.zeros((logits.shape[0],), jnp.int32)
+    return choose_tokens(logits, zeros[:, None], zeros, sampling, mode=plan.mode)[:, 0]
 
 
 def round_functions(

@@ -19,11 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.decoding import Plan, Weights, filter_candidates, round_functions
-from ddtree_jax.models.cache import Cache, take_slots, write_rows, write_states
-from ddtree_jax.models.glm5 import causal_mask
+from ddtree_jax.decoding import (
+    Plan,
+    Weights,
+    commit_chunk,
+    empty_caches,
+    filter_candidates,
+    first_roots,
+    round_functions,
+)
+from ddtree_jax.models.cache import Cache, take_slots
 from ddtree_jax.models.sharding import settle
-from ddtree_jax.sampling import SamplingParams, choose_tokens, key_from_seed
+from ddtree_jax.sampling import SamplingParams, key_from_seed
 from ddtree_jax.tree import (
     DraftTree,
     RoundState,
@@ -31,7 +38,6 @@ from ddtree_jax.tree import (
     draft_proposal,
     draft_tree,
     finish_round,
-    mask_logits,
     verify_tree,
 )
 
@@ -178,10 +184,7 @@ def extent_of(length: int, capacity: int) -> int:
 @functools.partial(jax.jit, static_argnames=("plan", "num_slots", "capacity"))
 def make_pool(plan: Plan, weights: Weights, num_slots: int, capacity: int) -> Pool:
     """Empty caches."""
-    target = plan.target.merge(weights.target)
-    drafter = None if plan.drafter is None else plan.drafter.merge(weights.drafter)
-    draft_cache = None if drafter is None else drafter.empty_cache(num_slots, capacity)
-    return settle(Pool(target.empty_cache(num_slots, capacity), draft_cache), target.mesh)
+    return settle(Pool(*empty_caches(plan, weights, num_slots, capacity)), plan.target.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "extent"), donate_argnames="pool")
@@ -226,30 +229,19 @@ def prefill_slots(
     Returns:
       The pool, and the residual stream [B, width] at each chunk's last token, for `first_tokens`.
     """
-    target = plan.target.merge(weights.target)
-    b, c = token_ids.shape
     view = take_slots(pool.cache, slots, extent)
-    positions = view.lengths[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
-    out = target(token_ids, positions, causal_mask(b, c), view, layer_ids=plan.taps)
-    draft_cache = pool.draft_cache
-    if plan.drafter is not None:
-        context = plan.drafter.merge(weights.drafter).context_rows(out.features, positions)
-        draft_cache = write_rows(draft_cache, context, counts, slots)
-    cache = write_states(write_rows(pool.cache, out.rows, counts, slots), out.states, counts, slots=slots)
-    hidden = jnp.take_along_axis(out.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
-    return settle((Pool(cache, draft_cache), hidden), target.mesh)
+    cache, draft_cache, hidden = commit_chunk(
+        plan, weights, pool.cache, pool.draft_cache, token_ids, counts, view=view, slots=slots
+    )
+    return settle((Pool(cache, draft_cache), hidden), plan.target.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def first_tokens(
     plan: Plan, weights: Weights, hidden: jax.Array, batch: SlotBatch, rows: jax.Array | None
 ) -> jax.Array:
-    """int32[B]: the first new tokens. hidden: [B, width]; rows: int32[B, W] that grammars allow, None without one."""
-    logits = plan.target.merge(weights.target).logits(hidden)[:, None]
-    if rows is not None:
-        logits = mask_logits(logits, rows[:, None])
-    zeros = jnp.zeros((logits.shape[0],), jnp.int32)
-    return choose_tokens(logits, zeros[:, None], zeros, batch.sampling(), mode=plan.mode)[:, 0]
+    """`decoding.first_roots` of the sequences of a batch."""
+    return first_roots(plan, weights, hidden, batch.sampling(), rows)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "extent", "constrained"))
