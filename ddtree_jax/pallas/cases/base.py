@@ -1,0 +1,43 @@
+"""What a measured and checked call of an operation is: shared by the tests, the benchmark and `doctor --kernels`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of an operation at a real shape.
+
+    Attributes:
+      op: key of `api.OPS`.
+      name: which shape of which model, for example "glm5 dense_down, 16 rows".
+      make: key -> the call's arrays (a tuple of pytrees), random, all in the dtypes that are served.
+      static: keyword arguments of the call.
+      traffic: bytes that must move at least: weights, caches and activations, each read or written once.
+      flops: operations that must be done at least (a multiply-add counts two).
+      tolerance: largest relative error against `exact`, ||out - exact|| / ||exact||.
+      exact: the arrays of `make` -> the result in float64 on the host, or None where an exact check is made in
+        another way (`check`).
+      check: (arrays, result) -> relative error, in place of `exact`: for results too large to work out whole.
+      baselines: name -> function of the same arrays that does the same work in plain XLA, for the table.
+      rotate: indices of the arguments whose bytes are to come from memory and not from the L2 cache; the benchmark
+        keeps several copies of them.
+    """
+
+    op: str
+    name: str
+    make: Callable[[jax.Array], tuple[Any, ...]]
+    static: Mapping[str, Any]
+    traffic: int
+    flops: int
+    tolerance: float = 1e-2
+    exact: Callable[..., np.ndarray] | None = None
+    check: Callable[[tuple[Any, ...], Any], float] | None = None
+    baselines: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    rotate: tuple[int, ...] = ()
