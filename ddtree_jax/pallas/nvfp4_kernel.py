@@ -1,0 +1,121 @@
+"""The inner body of every W4A16 kernel: one tile of the word grid times a few rows of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.models.quant import GROUP
+from ddtree_jax.pallas.backend import Platform, dot, inline_asm
+from ddtree_jax.pallas.nvfp4_grid import BYTES, CODE_BITS, SHIFTED, code_values, group_codes, scale_values
+
+# Codes decode to value * 2^-126 (their bits, in place, as bfloat16) and scales to value * 2^119; the product is exact
+# in bfloat16 (6 significant bits) and neither overflows nor is subnormal.
+_SHIFTED_RESTORE = 2.0**7
+
+
+def restore(platform: Platform, arrangement: str) -> float:
+    """What an accumulated product must be multiplied with, besides the weight's own factor."""
+    return 1.0 if platform.interpret or arrangement == BYTES else _SHIFTED_RESTORE
+
+
+def scale_pairs(scales: jax.Array, platform: Platform, arrangement: str) -> jax.Array:
+    """Scale bytes uint8[ROWS, G] as the bfloat16 factors that `weights` takes."""
+    if platform.interpret:
+        return scale_values(scales).astype(jnp.bfloat16)
+    # Bytes to the low halves' bits 4..11, then the exponent offset: 0x7600 for 2^119, 0x3A80 for 1.
+    offset = 0x76007600 if arrangement == SHIFTED else 0x3A803A80
+    asm = f"""
+    {{
+        .reg .b32 t;
+        prmt.b32 t, $1, 0, 0x4140;
+        shl.b32 t, t, 4;
+        add.u32 $0, t, {offset};
+    }}
+    """
+    return inline_asm(asm, scales, constraints="=r,r", pack=2, dtype=jnp.bfloat16)
+
+
+def weights(words: jax.Array, scales: jax.Array, i: int, platform: Platform, arrangement: str) -> jax.Array:
+    """bfloat16[ROWS, G]: place `i` of every group, times its scale, both exact.
+
+    words: int32[ROWS, G], word i // 8 of the groups; scales: from `scale_pairs`.
+    """
+    if platform.interpret:
+        return (code_values(group_codes(words, i, arrangement)) * scales.astype(jnp.float32)).astype(jnp.bfloat16)
+    register = f"${1 + i // 4 % 2}"
+    body = _converted(register, i % 4) if arrangement == BYTES else _shifted(register, i % 4)
+    asm = f"""
+    {{
+        .reg .b32 a, b, c;
+        {body}
+        mul.rn.bf16x2 $0, a, $3;
+    }}
+    """
+    # A register of the words holds codes of both groups of the pair, so each result needs but one of the two.
+    return inline_asm(asm, words, scales, constraints="=r,r,r,r", pack=2, dtype=jnp.bfloat16)
+
+
+def _shifted(register: str, position: int) -> str:
+    """PTX that leaves the codes of both groups in `a`, in the place of bfloat16's sign and top magnitude bits."""
+    if position == 0:
+        return f"and.b32 a, {register}, 0x81C081C0;"
+    if position < 3:
+        return f"shl.b32 a, {register}, {3 * position};\nand.b32 a, a, 0x81C081C0;"
+    assert CODE_BITS[3] == (14, 11, 10, 13)
+    return f"""
+        shr.u32 a, {register}, 3;
+        and.b32 a, a, 0x01800180;
+        shr.u32 b, {register}, 7;
+        lop3.b32 a, b, 0x00400040, a, 0xEA;
+        shl.b32 c, {register}, 1;
+        lop3.b32 a, c, 0x80008000, a, 0xEA;
+    """
+
+
+def _converted(register: str, position: int) -> str:
+    """PTX that converts the two codes of byte `position` by hardware; bfloat16 holds every value exactly."""
+    raise NotImplementedError("hardware conversion: not wired yet")
+
+
+def accumulate(
+    total: jax.Array,
+    words: tuple[jax.Array, jax.Array],
+    scales: jax.Array,
+    x_tile: Callable[[int, int], jax.Array],
+    *,
+    parts: int,
+    weights_first: bool,
+    platform: Platform,
+    arrangement: str,
+    join: int = 1,
+) -> jax.Array:
+    """Adds one tile's product to `total`.
+
+    Args:
+      total: float32[M, ROWS], or [ROWS, M] with `weights_first`.
+      words: the two int32[ROWS, G] of the tile.
+      scales: uint8[ROWS, G].
+      x_tile: (part, n) -> bfloat16[M, join G], the activations of the places join n.. of every group (`prepare_rows`).
+      parts: of the activations, whose products are added.
+      weights_first: the weights are the left operand of the product.
+      join: places that go into one product, 1, 2 or 4.
+    """
+    factors = scale_pairs(scales, platform, arrangement)
+    for n in range(GROUP // join):
+        own = [weights(words[i // 8], factors, i, platform, arrangement) for i in range(n * join, (n + 1) * join)]
+        w = _interleave(own).reshape(own[0].shape[0], -1)
+        for part in range(parts):
+            x = x_tile(part, n)
+            total += dot(w, x, trans_b=True) if weights_first else dot(x, w, trans_b=True)
+    return total
+
+
+def _interleave(tiles: list[jax.Array]) -> jax.Array:
+    """[ROWS, G] tiles -> [ROWS, G, 2, ...] whose last axes, taken as one, count the tiles in order."""
+    if len(tiles) == 1:
+        return tiles[0]
+    halves = [_interleave(tiles[start::2]) for start in range(2)]
+    return jnp.concatenate([half[..., None] for half in halves], axis=-1)
