@@ -226,13 +226,14 @@ def _store_hidden(out_ref: Any, block: jax.Array, slots: jax.Array, h: jax.Array
     k = block % (STEP // ROWS) * ROWS + column
     group, place = k // GROUP, k % GROUP
     step, n, lane = block // (STEP // ROWS), place // tiles.join, tiles.join * group + place % tiles.join
-    across, along = (
-        (slots[None, :], lambda a: a[:, None]) if tiles.weights_first else (slots[:, None], lambda a: a[None])
-    )
+    if tiles.weights_first:  # [columns, slots]
+        slots, n, lane = slots[None, :], n[:, None], lane[:, None]
+    else:
+        slots, n, lane = slots[:, None], n[None, :], lane[None, :]
     for part in range(parts):
         piece = h.astype(jnp.bfloat16)
         h = h - piece.astype(jnp.float32)
-        store(out_ref.at[part, step, n, across, lane], piece)
+        store(out_ref.at[part, step, n, slots, lane], piece)
 
 
 def _down(
