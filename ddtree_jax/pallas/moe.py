@@ -45,8 +45,8 @@ def choose_tiles(rows: int, platform: Platform) -> Tiles:
     """The tile table, measured on one H200 (benchmarks/RESULTS.md)."""
     small = platform.shared_memory < 200_000
     if rows == 1:
-        return Tiles(1, weights_first=True, num_stages=2 if small else 3)
-    return Tiles(16, num_stages=2 if small else 3)
+        return Tiles(1, weights_first=True, num_stages=2 if small else 3, join=2)
+    return Tiles(16, num_stages=2 if small else 3, join=4)
 
 
 def moe_reference(

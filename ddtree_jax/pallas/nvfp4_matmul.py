@@ -26,7 +26,8 @@ class Tiles:
     splits: programs that share the steps of one tile; their partial sums are added by XLA.
     weights_first: the weights are the left operand (wgmma takes them from registers).
     num_warps, num_stages: of Triton.
-    join: places of a group that go into one product.
+    join: places of a group that go into one product. More than 1 gives wrong results where the weights come first and
+      there are 32 rows or more (wgmma with its left operand in registers; seen on an H200, jax 0.11.2).
     """
 
     rows: int
@@ -45,20 +46,16 @@ class Tiles:
 
 def choose_tiles(rows: int, num_blocks: int, num_steps: int, platform: Platform) -> Tiles:
     """The tile table, measured on one H200 (benchmarks/RESULTS.md)."""
-    programs = num_blocks
-    target = 2 * max(platform.cores, 1)
-
-    def splits(most: int) -> int:
-        return next((s for s in (1, 2, 3, 4, 6, 8, 12) if s >= most or programs * s >= target), most)
-
+    # Three programs a multiprocessor, which is what there is room for, if the steps can be shared out so.
+    splits = _divisor(num_steps, max(1, min(12, 3 * max(platform.cores, 1) // num_blocks)))
     small = platform.shared_memory < 200_000
     if rows <= 2:
-        return Tiles(rows, splits=_divisor(num_steps, max(2, splits(12))), weights_first=True)
+        return Tiles(rows, splits=_divisor(num_steps, max(2, 2 * splits)), weights_first=True)
     if rows <= 16:
-        return Tiles(16, splits=_divisor(num_steps, splits(4)))
+        return Tiles(16, splits=splits, join=4)
     if rows <= 32:
-        return Tiles(32, splits=_divisor(num_steps, splits(4)), weights_first=True, num_stages=2 if small else 3)
-    return Tiles(64, splits=_divisor(num_steps, splits(4)), weights_first=True, num_stages=2)
+        return Tiles(32, splits=splits, weights_first=True, num_stages=2 if small else 3)
+    return Tiles(64, splits=splits, weights_first=True, num_stages=2)
 
 
 def _divisor(n: int, most: int) -> int:
