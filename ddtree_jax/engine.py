@@ -12,7 +12,9 @@ from ddtree_jax.capacity import CHECKED_CONTEXT, Capacity, estimate
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.hub import DEMO, DEMO_TARGETS
 from ddtree_jax.models.folders import Opened, open_drafter, open_target
+from ddtree_jax.models.kernels import with_kernels
 from ddtree_jax.models.pair import Drafter, Target
+from ddtree_jax.pallas.choice import AUTO, KernelChoice, choose_kernels
 from ddtree_jax.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
@@ -88,6 +90,7 @@ def load(
     *,
     dtype: Any = "auto",
     mesh: Any = None,
+    kernels: str = AUTO,
     allow_hybrid_unsafe: bool = False,
     progress: Progress | None = None,
     check: Callable[[Engine], object] | None = None,
@@ -100,6 +103,8 @@ def load(
       drafter: a DFlash folder or repository id; None serves the algorithm `none` only.
       dtype: "auto" (float32 on CPU, bfloat16 on GPU; what a converted target holds), "float32" or "bfloat16".
       mesh: None for one device, or a mesh from `ddtree_jax.make_mesh`: experts, heads and widths are split over it.
+      kernels: "auto", the GPU kernels that this device has (`ddtree-jax doctor` lists them), or "reference", plain JAX.
+        The tokens are the same; on a mesh it is always the reference.
       allow_hybrid_unsafe: True admits branching trees on a target whose recurrent layers run in slot order: siblings
         then spoil each other's state, the output is no longer that of plain decoding, and the first such request
         warns (`errors.HybridStateWarning`). An error where nothing would read it: every target that this version
@@ -112,7 +117,7 @@ def load(
       CheckpointError: a folder, file, tensor or pairing that does not fit; nothing half-loaded remains.
       ValueError: a bad argument.
     """
-    pair = open_pair(target, drafter, dtype=dtype, mesh=mesh, allow_hybrid_unsafe=allow_hybrid_unsafe)
+    pair = open_pair(target, drafter, dtype=dtype, mesh=mesh, kernels=kernels, allow_hybrid_unsafe=allow_hybrid_unsafe)
     outline = pair.outline()
     if check is not None:
         check(outline)
@@ -128,6 +133,7 @@ class OpenedPair:
     tokenizer: Tokenizer | None
     name: str
     allow_hybrid_unsafe: bool = False
+    kernels: KernelChoice = KernelChoice()
     warned: set = dataclasses.field(default_factory=set, repr=False)
 
     def outline(self) -> Engine:
@@ -145,8 +151,10 @@ class OpenedPair:
         for line in capacity.table().splitlines() if progress is not None else ():
             progress(line)
         capacity.require(self.name)
-        target = self.target.read(progress)
-        return self._engine(target, None if self.drafter is None else self.drafter.read(progress))
+        models = [
+            None if m is None else with_kernels(m.read(progress), self.kernels) for m in (self.target, self.drafter)
+        ]
+        return self._engine(*models)
 
     def _engine(self, target: Any, drafter: Any) -> Engine:
         # One `warned` for all: what was said about the outline is not said again about the engine.
@@ -159,10 +167,12 @@ def open_pair(
     *,
     dtype: Any = "auto",
     mesh: Any = None,
+    kernels: str = AUTO,
     allow_hybrid_unsafe: bool = False,
 ) -> OpenedPair:
     """Opens what `load` loads, with the same arguments and errors, from configs and headers alone."""
     name = str(target)
+    choice = choose_kernels(kernels, split=mesh is not None)
     target, drafter = pair_names(target, drafter)
     opened = open_target(target, dtype=dtype, mesh=mesh)
     tokenizer = Tokenizer.from_folder(opened.folder)
@@ -172,10 +182,10 @@ def open_pair(
             f"{opened.folder}/tokenizer.json: {tokenizer.vocab_size} tokens, the model has vocab_size {size}"
         )
     if drafter is None:
-        return OpenedPair(opened, None, tokenizer, name, allow_hybrid_unsafe)
+        return OpenedPair(opened, None, tokenizer, name, allow_hybrid_unsafe, choice)
     opened_drafter = open_drafter(drafter, opened.config, dtype=dtype, mesh=mesh, auto_dtype=opened.dtype)
     _check_mask_token(opened_drafter.folder, opened_drafter.config.mask_token_id, tokenizer)
-    return OpenedPair(opened, opened_drafter, tokenizer, name, allow_hybrid_unsafe)
+    return OpenedPair(opened, opened_drafter, tokenizer, name, allow_hybrid_unsafe, choice)
 
 
 def _check_mask_token(folder: Path, mask: int, tokenizer: Tokenizer | None) -> None:

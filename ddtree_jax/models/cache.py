@@ -35,6 +35,18 @@ class Cache:
         return jax.tree.leaves(self.rows)[0].shape[2]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedRows:
+    """Rows of one layer, as a whole leaf of `Cache.rows` [R, B, S, width] and the layer's place int32[] in it.
+
+    A slice handed to a kernel would be a copy of the layer's cache.
+    """
+
+    rows: jax.Array
+    layer: jax.Array
+
+
 def take_slots(cache: Cache, slots: jax.Array | None, extent: int) -> Cache:
     """A copy of the first `extent` positions of some sequences: a cache of P sequences, in the order of `slots`.
 

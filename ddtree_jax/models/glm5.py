@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ddtree_jax.models.cache import Cache
+from ddtree_jax.models.cache import Cache, StackedRows
 from ddtree_jax.models.config import DENSE, FULL, Glm5Config
 from ddtree_jax.models.layers import (
     LayerNorm,
@@ -34,9 +34,10 @@ from ddtree_jax.models.layers import (
     select_top_k,
     truncated_init,
 )
-from ddtree_jax.models.linear import Linear, SwiGLU, below
+from ddtree_jax.models.linear import Linear, SwiGLU, WholeParam, below
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.sharding import partition, replicate, target_dims
+from ddtree_jax.pallas.choice import KernelChoice
 
 
 class LayerKind(NamedTuple):
@@ -123,10 +124,13 @@ class _Block:
     cos: jax.Array  # float32[B, T, rope / 2]
     sin: jax.Array
     visible: jax.Array  # bool[B, T, S + T]: prefix columns, then block columns
+    mask: jax.Array  # bool[B, T, T], the block columns alone
+    lengths: jax.Array | None  # int32[B], the prefix; None without a cache
     use_indexer: bool
     keep_rows: bool
     absorbed: bool
     causal_implementation: str | None  # fused causal attention for cache-free dense passes
+    kernels: bool  # attention as operations of `pallas.api` over whole caches; selections are indices, not masks
 
 
 class Indexer(nnx.Module):
@@ -265,9 +269,10 @@ class Attention(nnx.Module):
         own = below(packed, "indexer")
         self.indexer = Indexer(config, dtype=dtype, rngs=rngs, packed=own) if full else None
         self.index_topk = config.index_topk
+        self.kernels = KernelChoice()
 
     def __call__(
-        self, x: jax.Array, selection: jax.Array, context: dict[str, jax.Array] | None, block: _Block
+        self, x: jax.Array, selection: jax.Array, context: dict[str, Any] | None, block: _Block
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         qr, q_nope, q_rope, latent = self.mla.project(x, block.cos, block.sin)
         rows = {"latent": latent}
@@ -278,16 +283,41 @@ class Attention(nnx.Module):
         past = None if context is None else context["latent"]
         if block.causal_implementation is not None:
             out = self.mla.attend_causal(q_nope, q_rope, latent, block.causal_implementation)
+        elif block.kernels:
+            out = self._attend_with_kernels(q_nope, q_rope, past, latent, selection, block)
         elif block.absorbed:
             out = self.mla.attend_absorbed(q_nope, q_rope, past, latent, selection)
         else:
             out = self.mla.attend_expanded(q_nope, q_rope, past, latent, selection)
         return self.mla.o(out), selection, rows
 
+    def _attend_with_kernels(
+        self,
+        q_nope: jax.Array,
+        q_rope: jax.Array,
+        past: StackedRows,
+        latent: jax.Array,
+        selection: jax.Array,
+        block: _Block,
+    ) -> jax.Array:
+        mla = self.mla
+        q = jnp.concatenate([einsum("bthn,chn->bthc", q_nope, mla.k_b[...]), q_rope], axis=-1)
+        args, sizes = (q, past.rows, past.layer, block.lengths, latent), {"rank": mla.rank, "scale": mla.scale}
+        if block.use_indexer:
+            mixed = self.kernels.run("mla_attention_selected", *args, selection, **sizes)
+        else:
+            mixed = self.kernels.run("mla_attention", *args, block.mask, **sizes)
+        out = einsum("bthc,chv->bthv", mixed, mla.v_b[...])
+        return out.reshape(*out.shape[:2], -1)
+
     def _select(
-        self, qr: jax.Array, x: jax.Array, context: dict[str, jax.Array] | None, keys: jax.Array, block: _Block
+        self, qr: jax.Array, x: jax.Array, context: dict[str, Any] | None, keys: jax.Array, block: _Block
     ) -> jax.Array:
         q, weights = self.indexer.queries(qr, x, block.cos, block.sin)
+        if block.kernels:
+            past = context["index_key"]
+            args = (q, weights, past.rows, past.layer, block.lengths, keys, block.mask)
+            return self.kernels.run("select_top_k_indices", *self.kernels.run("indexer_scores", *args), self.index_topk)
         parts = [keys] if context is None else [context["index_key"], keys]
         scores = jnp.concatenate([self.indexer.scores(q, weights, part) for part in parts], axis=-1)
         return select_top_k(scores, block.visible, self.index_topk)
@@ -366,6 +396,7 @@ class Glm5(nnx.Module):
     ):
         self.config = config
         self.mesh, self.packed = mesh, packed
+        self.kernels = KernelChoice()
         self.plan = layer_plan(config, scan=scan, packed=packed)
         self.embed = truncated_init(rngs, (config.vocab_size, config.hidden_size), dtype, 0.5)
         stacks = [LayerStack(config, segment, dtype=dtype, rngs=rngs, mesh=mesh) for segment in self.plan]
@@ -453,22 +484,30 @@ class Glm5(nnx.Module):
             prefix = jnp.arange(s, dtype=jnp.int32)[None, :] < cache.lengths[:, None]
             visible = jnp.concatenate([jnp.broadcast_to(prefix[:, None], (b, t, s)), block_mask], axis=-1)
         cos, sin = rope_angles(positions, self.config.qk_rope_head_dim, self.config.rope_theta)
+        use_indexer = sparse and s + t > self.config.index_topk
+        kernels = self.kernels.any and absorbed and cache is not None
         block = _Block(
             cos=cos,
             sin=sin,
             visible=visible,
-            use_indexer=sparse and s + t > self.config.index_topk,
+            mask=block_mask,
+            lengths=None if cache is None else cache.lengths,
+            use_indexer=use_indexer,
             keep_rows=keep_rows,
             absorbed=absorbed,
             causal_implementation=causal_implementation,
+            kernels=kernels,
         )
+        # What the first layer attends to: without an indexer all that is visible. Kernels take that as it is, and
+        # otherwise a list of columns, which the first layer, a full one, makes.
+        listed = jnp.full((b, t, self.config.index_topk if use_indexer else 0), -1, jnp.int32)
         slots = jnp.full((self.config.num_hidden_layers,), len(layer_ids), jnp.int32)
         if layer_ids:
             ids = jnp.asarray(layer_ids, jnp.int32)
             slots = slots.at[ids].set(jnp.arange(len(layer_ids), dtype=jnp.int32))
         carry = (
             self.embed_tokens(token_ids),
-            visible,
+            listed if kernels else visible,
             jnp.zeros((len(layer_ids), b, t, self.config.hidden_size), self.norm.weight.dtype),
         )
         rows, loads = [], []
@@ -502,7 +541,7 @@ class Glm5(nnx.Module):
             _, place, *names = path
             return places[place] and tuple(names[:2]) in (("mlp", "gate_up"), ("mlp", "down"))
 
-        graphdef, whole, params = nnx.split(self.stacks[index], is_whole, ...)
+        graphdef, whole, params = nnx.split(self.stacks[index], nnx.Any(WholeParam, is_whole), ...)
         span = len(segment.pattern)
         first = segment.first_layer
         stack_slots = slots[first : first + span * segment.repeats].reshape(segment.repeats, span)
@@ -514,6 +553,8 @@ class Glm5(nnx.Module):
             new_rows, loads = [], []
             for place, layer in enumerate(stack.layers):
                 past = None if context is None else context[place]
+                if block.kernels:
+                    past = {name: StackedRows(rows, repeat) for name, rows in whole_context[place].items()}
                 h, selection, rows, load = layer(h, selection, past, block, repeat if places[place] else None)
                 new_rows.append(rows if block.keep_rows else None)
                 loads.append(load)
@@ -521,6 +562,7 @@ class Glm5(nnx.Module):
                     taps = taps.at[slot[place]].set(h, mode="drop")  # untapped layers of the stack point past the end
             return (h, selection, taps), (tuple(new_rows), tuple(loads))
 
+        whole_context, context = (context, None) if block.kernels else (None, context)
         xs = (params, context, stack_slots, jnp.arange(segment.repeats, dtype=jnp.int32))
         if segment.repeats == 1:
             carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))

@@ -1,4 +1,4 @@
-"""Linear layers whose kernels may stay packed as NVFP4: one pytree for those, and one place that multiplies with it."""
+"""Linear layers whose kernels may stay packed as NVFP4, as a checkpoint holds them or laid out for GPU kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from flax import nnx
 
 from ddtree_jax.models.layers import einsum, truncated_init
 from ddtree_jax.models.quant import E2M1_VALUES, GROUP, dequantise
+from ddtree_jax.pallas.choice import KernelChoice
+from ddtree_jax.pallas.nvfp4_grid import GridWeight
 
 
 class PackedKernel(nnx.Module):
@@ -38,7 +40,40 @@ class PackedKernel(nnx.Module):
         self.axis = axis
 
 
-Kernel = nnx.Param | PackedKernel
+class WholeParam(nnx.Param):
+    """A parameter of stacked layers that a loop over them must not slice: what reads it takes the layer's index."""
+
+
+class GridKernel(nnx.Module):
+    """An NVFP4 kernel laid out for GPU kernels (`pallas.nvfp4_grid`); `kernels.with_kernels` makes it of a packed one.
+
+    weight: leading axes as in `GridWeight`: [R], if of stacked layers, then [E], if of experts.
+    layer: int32[R], each layer's own index, which a loop over layers slices; None: not of stacked layers.
+    """
+
+    def __init__(self, weight: GridWeight, layer: jax.Array | None, choice: KernelChoice):
+        self.words, self.scales = WholeParam(weight.words), WholeParam(weight.scales)
+        self.factors = WholeParam(weight.factors)
+        self.layer = None if layer is None else nnx.Param(layer)
+        self.sizes = (weight.k, weight.parts, weight.width, weight.arrangement)
+        self.choice = choice
+
+    @property
+    def weight(self) -> GridWeight:
+        return GridWeight(self.words[...], self.scales[...], self.factors[...], *self.sizes)
+
+    def index(self) -> jax.Array | None:
+        return None if self.layer is None else self.layer[...]
+
+    def multiply(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        """[..., K] -> [..., parts, width], without the parts' axis where there is one."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = self.choice.run("nvfp4_matmul", rows, self.weight, self.index(), out_dtype=out_dtype or x.dtype)
+        tail = y.shape[2:] if self.sizes[1] == 1 else y.shape[1:]
+        return y.reshape(*x.shape[:-1], *tail)
+
+
+Kernel = nnx.Param | PackedKernel | GridKernel
 
 
 def make_kernel(
@@ -114,6 +149,8 @@ class Linear(nnx.Module):
         self.letters = "opq"[: len(out)]
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        if isinstance(self.kernel, GridKernel):
+            return self.kernel.multiply(x, out_dtype)
         return multiply(f"...i,i{self.letters}->...{self.letters}", x, self.kernel, out_dtype=out_dtype)
 
 

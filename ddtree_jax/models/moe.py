@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.layers import einsum, truncated_init
-from ddtree_jax.models.linear import SwiGLU, below, kernel_arrays, make_kernel, multiply, multiply_arrays
+from ddtree_jax.models.linear import GridKernel, SwiGLU, below, kernel_arrays, make_kernel, multiply, multiply_arrays
 from ddtree_jax.models.sharding import partition, target_dims
 
 DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
@@ -28,6 +28,7 @@ class MoE(nnx.Module):
 
     Plain kernels above the limit run as one ragged product over rows sorted by expert. Packed ones, and kernels split
     over a mesh, run as a loop over the experts that some row has chosen, so that only one at a time is unpacked.
+    Kernels laid out for a GPU run as the operation `moe`, by expert whatever their number.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class MoE(nnx.Module):
           (same shape as x, float32[E] share of tokens that chose each expert).
         """
         flat = x.reshape(-1, x.shape[-1])
+        if isinstance(self.gate_up, GridKernel):
+            routed, load = self._grouped(flat)
+            return routed.reshape(x.shape) + self.shared(x), load
         chosen, scores = self.route(flat)
-        weights = jnp.where(chosen, scores, 0.0)
-        if self.config.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        weights = weights * self.config.routed_scaling_factor
+        weights = self._normalised(jnp.where(chosen, scores, 0.0))
         if self.dense:
             routed = self._dense(flat, weights)
         elif self.indexes_stack:
@@ -101,6 +102,25 @@ class MoE(nnx.Module):
             routed = self._ragged(flat, chosen, weights)
         load = jnp.mean(chosen.astype(jnp.float32), axis=0)
         return routed.reshape(x.shape) + self.shared(x), load
+
+    def _normalised(self, scores: jax.Array) -> jax.Array:
+        """float32[M, E or k] routing weights of scores that are zero where an expert is not chosen."""
+        if self.config.norm_topk_prob:
+            scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+        return scores * self.config.routed_scaling_factor
+
+    def _grouped(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen, scores = self.route(x)
+        k = self.config.num_experts_per_tok
+        # The places of the chosen ones, in order: by counting, which is one small fusion where a sort is many.
+        place = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32) - 1
+        one_hot = chosen[:, None, :] & (place[:, None, :] == jnp.arange(k, dtype=jnp.int32)[None, :, None])
+        experts = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
+        expert_ids = jnp.sum(jnp.where(one_hot, experts[None, None, :], 0), axis=-1, dtype=jnp.int32)
+        weights = self._normalised(jnp.sum(jnp.where(one_hot, scores[:, None, :], 0.0), axis=-1))
+        gate_up, down = self.gate_up, self.down
+        args = (x, expert_ids, weights, gate_up.weight, down.weight, gate_up.index())
+        return gate_up.choice.run("moe", *args).astype(x.dtype), jnp.mean(chosen.astype(jnp.float32), axis=0)
 
     def _dense(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         gate_up = multiply("md,dcei->mcei", x, self.gate_up)
