@@ -29,13 +29,15 @@ def gqa_tiles(q: Any, kv_heads: int, platform: Platform) -> Tiles:
     """Tile choices for q [B, T, Hq, hd]."""
     rows, head_dim = q.shape[1] * (q.shape[2] // kv_heads), q.shape[3]
     if jnp.dtype(q.dtype).itemsize == 4:
-        return Tiles(16, 16, 16, num_warps=4, num_stages=1, per_core=2, merge_rows=8)
+        return Tiles(16, 32, 16, num_warps=8, num_stages=1, merge_rows=8)
     if platform.generation == BLACKWELL_RTX:
         return Tiles(16 if rows <= 16 else 64, 64, 32, num_warps=4, num_stages=2, per_core=1, merge_rows=8)
     if rows <= 32 or head_dim > 128:
         return Tiles(16 if rows <= 16 else 32, 64, 32, num_warps=4, num_stages=3, per_core=2, merge_rows=8)
     # One tile of 128 reads the keys once where two of 64 would read them twice.
-    return Tiles(64 if rows <= 64 else 128, 64, 64, 4 if rows <= 64 else 8, 3, per_core=2, merge_rows=8)
+    if rows <= 64:
+        return Tiles(64, 64, 32, num_warps=4, num_stages=3, per_core=2, merge_rows=8)
+    return Tiles(128, 64, 32 if q.shape[1] <= 32 else 64, num_warps=8, num_stages=3, per_core=1, merge_rows=8)
 
 
 def _kernel(

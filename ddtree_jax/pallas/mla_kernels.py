@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import BLACKWELL_RTX, Platform, load, store, triton_call
+from ddtree_jax.pallas.backend import BLACKWELL_RTX, HOPPER, Platform, load, store, triton_call
 from ddtree_jax.pallas.split_attention import (
     Tiles,
     attend,
@@ -26,16 +26,22 @@ from ddtree_jax.pallas.split_attention import (
 
 # Entries of a selection that are compared with the block's columns at a time.
 _FIND = 64
+# Exact float32 products run outside of the tensor cores, with whole rows of the operands in registers.
+_WIDEST_FLOAT32 = 128
 
 
 def mla_tiles(q: Any, rank: int, platform: Platform) -> Tiles:
     """Tile choices for q [B, T, H, C]."""
     rows, small = q.shape[1] * q.shape[2], rank <= 128
+    block_keys = 32 if q.shape[1] <= 32 else 64
     if jnp.dtype(q.dtype).itemsize == 4:
-        return Tiles(16, 16, 16, num_warps=4, num_stages=1)
+        return Tiles(16, 16, 16, num_warps=8, num_stages=1)
     if platform.generation == BLACKWELL_RTX:
         return Tiles(16 if rows <= 16 else 32, 32, 32, num_warps=8, num_stages=2)
-    return Tiles(64 if rows > 32 or not small else 16, 64, 64, num_warps=4 if small else 8, num_stages=2)
+    if small:
+        return Tiles(16 if rows <= 32 else 64, 64, block_keys, num_warps=4, num_stages=2, per_core=2)
+    # 72 KB of queries and two buffers of 72 KB of keys: the accumulator takes half of all registers.
+    return Tiles(64, 64, block_keys, num_warps=8, num_stages=2, apart=platform.generation == HOPPER)
 
 
 def _check(q: Any, rank: int) -> None:
@@ -44,6 +50,8 @@ def _check(q: Any, rank: int) -> None:
         raise NotImplementedError(f"rank {rank} and rope {rope} must be powers of two of at least 16")
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotImplementedError(f"dtype {q.dtype}")
+    if q.dtype == jnp.float32 and rank > _WIDEST_FLOAT32:
+        raise NotImplementedError(f"float32 rows of rank {rank}: above {_WIDEST_FLOAT32} plain XLA is faster")
 
 
 def _load_row_parts(ref: Any, where: tuple[Any, ...], rank: int, rope: int, mask: jax.Array) -> tuple[jax.Array, ...]:
@@ -95,7 +103,8 @@ def _kernel(
             inside = jnp.minimum(columns, block - 1)
             visible = load(mask_ref.at[batch, block_rows[:, None], inside[None, :]]) & valid[None, :]
             keys, broken = finite_rows(keys)
-            return attend(state, queries, keys, keys[0], visible, scale, broken=broken)
+            busy = i * tiles.block_keys < block if tiles.apart else None
+            return attend(state, queries, keys, keys[0], visible, scale, busy=busy, broken=broken)
 
         state = empty_state(tiles.rows, rank)
         state = jax.lax.fori_loop(*span.prefix, prefix, state)
@@ -144,10 +153,13 @@ def mla_selected_tiles(q: Any, rank: int, platform: Platform) -> Tiles:
     """Tile choices for q [B, T, H, C]; the heads of one row are a tile."""
     heads, small = q.shape[2], rank <= 128
     if jnp.dtype(q.dtype).itemsize == 4:
-        return Tiles(16, 16, 16, num_warps=4, num_stages=1)
+        return Tiles(16, 16, 16, num_warps=8, num_stages=1)
     if platform.generation == BLACKWELL_RTX:
         return Tiles(16 if heads <= 16 else 32, 32, 32, num_warps=8, num_stages=2)
-    return Tiles(16 if heads <= 16 else 64, 32, 32, num_warps=4 if small else 8, num_stages=3)
+    rows = 16 if heads <= 16 else 64
+    if small or rows == 16:
+        return Tiles(rows, 32, 32, num_warps=4, num_stages=2)
+    return Tiles(rows, 64, 32, num_warps=8, num_stages=2, apart=platform.generation == HOPPER)
 
 
 def _selected_kernel(
@@ -195,7 +207,8 @@ def _selected_kernel(
             found = jax.lax.fori_loop(0, -(-count // _FIND), find, jnp.zeros((tiles.block_keys,), jnp.int32))
             visible = (found > 0) & valid
             keys, broken = finite_rows(keys)
-            return attend(state, queries, keys, keys[0], visible[None, :], scale, broken=broken)
+            busy = start < block if tiles.apart else None
+            return attend(state, queries, keys, keys[0], visible[None, :], scale, busy=busy, broken=broken)
 
         state = jax.lax.fori_loop(*span.prefix, prefix, empty_state(tiles.rows, rank))
         values, weights = finish(plain_loop(*span.block, own, state))

@@ -8,7 +8,9 @@ logarithmic weight; splits without tiles exit at once. The merge adds the parts 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -134,21 +136,25 @@ def attend(
     """
     turned = [k.T for k in keys]
 
-    def products() -> tuple[jax.Array, ...]:
-        return tuple(dot(q, k) for q, k in zip(queries, turned, strict=True))
+    def weigh() -> tuple[jax.Array, ...]:
+        # Scaled one by one: a plain sum would be fused into one product on top of the other, which is a chain again.
+        products = [dot(q, k) * (scale * LOG2_E) for q, k in zip(queries, turned, strict=True)]
+        scores = functools.reduce(operator.add, products)
+        if broken is not None:
+            scores = jnp.where(broken[None, :], jnp.nan, scores)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        top = jnp.maximum(state.top, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - top[:, None])
+        fade = jnp.exp2(state.top - top)
+        return weights.astype(values.dtype), top, state.total * fade + jnp.sum(weights, axis=1), fade
 
-    # Added outside of the branch: inside, one product would accumulate onto the other, which is a chain again.
-    zeros = jnp.zeros((queries[0].shape[0], values.shape[0]), jnp.float32)
-    scores = sum(products() if busy is None else jax.lax.cond(busy, products, lambda: (zeros,) * len(queries)))
-    scores *= scale * LOG2_E
-    if broken is not None:
-        scores = jnp.where(broken[None, :], jnp.nan, scores)
-    scores = jnp.where(visible, scores, -jnp.inf)
-    top = jnp.maximum(state.top, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - top[:, None])
-    fade = jnp.exp2(state.top - top)
-    acc = state.acc * fade[:, None] + dot(weights.astype(values.dtype), values)
-    return State(top, state.total * fade + jnp.sum(weights, axis=1), acc)
+    if busy is None:
+        weights, top, total, fade = weigh()
+    else:
+        # The branch that is never taken: constants would be given places in shared memory.
+        idle = jnp.broadcast_to(state.total[:, None], (queries[0].shape[0], values.shape[0])).astype(values.dtype)
+        weights, top, total, fade = jax.lax.cond(busy, weigh, lambda: (idle, state.top, state.total, state.total))
+    return State(top, total, state.acc * fade[:, None] + dot(weights, values))
 
 
 def finite_rows(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
@@ -175,7 +181,7 @@ def plain_loop(start: jax.Array, stop: jax.Array, body: Callable[[jax.Array, Sta
 
 
 def finish(state: State) -> tuple[jax.Array, jax.Array]:
-    """(values [M, N], logarithm to base 2 of the sum of weights [M]); zeros and a tiny weight where nothing was seen."""
+    """(values [M, N], logarithm to base 2 of the sum of weights [M]); zeros, and a tiny weight, of a blind row."""
     safe = jnp.where(state.total == 0.0, 1.0, state.total)
     return state.acc / safe[:, None], state.top + jnp.log2(safe)
 
