@@ -103,7 +103,8 @@ def mla_baseline(q, cache, layer, lengths, new, mask, *, rank: int, scale: float
 def _masked_softmax(scores: jax.Array, lengths: jax.Array, mask: jax.Array) -> jax.Array:
     """scores [B, .., T, S + T]; mask [B, .., T, T]."""
     slots = scores.shape[-1] - mask.shape[-1]
-    prefix = jnp.arange(slots) < lengths.reshape((-1,) + (1,) * (mask.ndim - 1))
+    prefix = jnp.arange(slots)[None, :] < lengths[:, None]
+    prefix = jnp.expand_dims(prefix, range(1, mask.ndim - 1))
     visible = jnp.concatenate([jnp.broadcast_to(prefix, (*mask.shape[:-1], slots)), mask], axis=-1)
     return jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
 
