@@ -223,7 +223,8 @@ def test_gqa_at_every_length(which: str, dtype: str):
 @WHICH
 @pytest.mark.parametrize(("t", "heads", "kv_heads", "tiles"), [
     (1, 2, 1, SMALL),
-    pytest.param(19, 4, 2, dataclasses.replace(SMALL, splits=1, apart=True), marks=pytest.mark.slow),  # two query tiles and two block tiles a KV head
+    # Two query tiles and two block tiles a KV head.
+    pytest.param(19, 4, 2, dataclasses.replace(SMALL, splits=1, apart=True), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_gqa_block_sizes(which: str, t: int, heads: int, kv_heads: int, tiles: Tiles):
     args, mask = gqa_case(t, "float32", lengths=(0, 31), t=t, heads=heads, kv_heads=kv_heads)
