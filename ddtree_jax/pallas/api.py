@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
-from ddtree_jax.pallas.backend import BLACKWELL, BLACKWELL_RTX, HOPPER
-from ddtree_jax.pallas.dispatch import REFERENCE, Op
-from ddtree_jax.pallas.moe import moe_reference, moe_triton
-from ddtree_jax.pallas.nvfp4_matmul import nvfp4_matmul_reference, nvfp4_matmul_triton
+from collections.abc import Mapping
+
+from ddtree_jax.pallas import commit_rows as commit
+from ddtree_jax.pallas import index_select, indexer, moe, nvfp4_matmul, tree_attention, vocab_rows, vocab_topk
+from ddtree_jax.pallas.backend import BLACKWELL, BLACKWELL_RTX, HOPPER, OTHER_GPU
+from ddtree_jax.pallas.dispatch import REFERENCE, Implementation, Op
+from ddtree_jax.pallas.mosaic_fp4 import nvfp4_w4a4_matmul_mosaic
+from ddtree_jax.pallas.nvfp4_w4a4_matmul import nvfp4_w4a4_matmul_reference
+from ddtree_jax.pallas.triton_fp4 import nvfp4_w4a4_matmul_triton
 
 TRITON = "triton"
-_TRITON_FIRST = {generation: (TRITON,) for generation in (HOPPER, BLACKWELL, BLACKWELL_RTX)}
+KERNEL_GPUS = (HOPPER, BLACKWELL, BLACKWELL_RTX)
+
+
+def _op(
+    name: str,
+    implementations: Mapping[str, Implementation],
+    preferred: tuple[str, ...] = (TRITON,),
+    generations: tuple[str, ...] = KERNEL_GPUS,
+) -> Op:
+    return Op(name, implementations, {generation: preferred for generation in generations})
+
 
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("nvfp4_matmul", {TRITON: nvfp4_matmul_triton, REFERENCE: nvfp4_matmul_reference}, _TRITON_FIRST),
-        Op("moe", {TRITON: moe_triton, REFERENCE: moe_reference}, _TRITON_FIRST),
+        _op(
+            "nvfp4_matmul",
+            {TRITON: nvfp4_matmul.nvfp4_matmul_triton, REFERENCE: nvfp4_matmul.nvfp4_matmul_reference},
+        ),
+        _op("moe", {TRITON: moe.moe_triton, REFERENCE: moe.moe_reference}),
+        _op(
+            "mla_attention",
+            {TRITON: tree_attention.mla_attention_triton, REFERENCE: tree_attention.mla_attention_reference},
+        ),
+        _op(
+            "mla_attention_selected",
+            {
+                TRITON: tree_attention.mla_attention_selected_triton,
+                REFERENCE: tree_attention.mla_attention_selected_reference,
+            },
+        ),
+        _op(
+            "gqa_attention",
+            {TRITON: tree_attention.gqa_attention_triton, REFERENCE: tree_attention.gqa_attention_reference},
+        ),
+        _op(
+            "indexer_scores",
+            {TRITON: indexer.indexer_scores_triton, REFERENCE: indexer.indexer_scores_reference},
+        ),
+        _op(
+            "select_top_k_indices",
+            {
+                "digits": index_select.select_top_k_indices_digits,
+                REFERENCE: index_select.select_top_k_indices_reference,
+            },
+            ("digits",),
+        ),
+        _op(
+            "vocab_topk",
+            {"block_descent": vocab_topk.vocab_topk_block_descent, REFERENCE: vocab_topk.vocab_topk_reference},
+            ("block_descent",),
+            (*KERNEL_GPUS, OTHER_GPU),
+        ),
+        _op("vocab_argmax", {REFERENCE: vocab_rows.vocab_argmax}, ()),
+        _op("commit_rows", {TRITON: commit.commit_rows_triton, REFERENCE: commit.commit_rows_reference}),
+        # The native ones compile and have never run: they are used only when named.
+        _op(
+            "nvfp4_w4a4_matmul",
+            {
+                "triton_native": nvfp4_w4a4_matmul_triton,
+                "mosaic_native": nvfp4_w4a4_matmul_mosaic,
+                REFERENCE: nvfp4_w4a4_matmul_reference,
+            },
+            (),
+        ),
     )
 }
