@@ -24,18 +24,19 @@ class Tiles:
     Attributes:
       keys: keys a program scores; the M side of its products, so that it sums over heads inside a row.
       tokens: query rows whose heads are the N side of one product.
+      depth: dims of one product, 0 for all: float32 products lie in registers.
     """
 
     keys: int = 128
     tokens: int = 2
+    depth: int = 0
     num_warps: int = 4
     num_stages: int = 3
 
 
 def indexer_tiles(heads: int, dtype: jnp.dtype, platform: Platform) -> Tiles:
     if jnp.dtype(dtype) == jnp.float32:
-        # Full-precision float32 products are no tensor core work: operands lie in registers.
-        return Tiles(keys=64, tokens=max(1, 16 // heads), num_warps=4, num_stages=1)
+        return Tiles(keys=64, tokens=max(1, 16 // heads), depth=16, num_warps=4, num_stages=1)
     tokens = max(1, 64 // heads)
     return Tiles(keys=128, tokens=tokens, num_warps=4, num_stages=2 if platform.generation == BLACKWELL_RTX else 3)
 
@@ -149,18 +150,23 @@ def _scores_kernel(
     block, b = pl.program_id(0), pl.program_id(1)
     slots, width = cache_ref.shape[2:]
     layer, length = layer_ref[0], jnp.minimum(lengths_ref[b], slots)
-    lane, dims = jnp.arange(tiles.keys, dtype=jnp.int32), jnp.arange(width, dtype=jnp.int32)
+    depth = min(tiles.depth or width, width)
+    lane = jnp.arange(tiles.keys, dtype=jnp.int32)
+    pieces = [start + jnp.arange(depth, dtype=jnp.int32) for start in range(0, width, depth)]
     side = jnp.arange(tiles.tokens * heads, dtype=jnp.int32)
     steps = pl.cdiv(rows, tiles.tokens)
 
-    def sums(step: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def sums(step: jax.Array, keys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(float32[keys, tokens], the token ids [tokens]) of one step over the query rows."""
         at = step * (tiles.tokens * heads) + side
         live = at < rows * heads
-        queries = load(q_ref.at[b, at[:, None], dims[None, :]], mask=live[:, None], other=0.0)
+        products = jnp.zeros((tiles.keys, tiles.tokens * heads), jnp.float32)
+        for piece, dims in zip(keys, pieces, strict=True):
+            queries = load(q_ref.at[b, at[:, None], dims[None, :]], mask=live[:, None], other=0.0)
+            products += dot(piece, queries, trans_b=True)
         # relu(x * c) * w == relu(x) * (w * c) for c > 0: one multiplication less an element.
         scale = load(weights_ref.at[b, at], mask=live, other=0.0) * width**-0.5
-        weighted = jnp.maximum(dot(keys, queries, trans_b=True), 0.0) * scale[None, :]
+        weighted = jnp.maximum(products, 0.0) * scale[None, :]
         total = jnp.sum(weighted.reshape(tiles.keys, tiles.tokens, heads), axis=2)
         return total, step * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
 
@@ -170,13 +176,14 @@ def _scores_kernel(
     @pl.when((block < prefix_blocks) & (block * tiles.keys < length))
     def _():
         visible = columns < length
-        keys = load(cache_ref.at[layer, b, columns[:, None], dims[None, :]], mask=visible[:, None], other=0.0)
+        seen = visible[:, None]
+        keys = [load(cache_ref.at[layer, b, columns[:, None], at[None, :]], mask=seen, other=0.0) for at in pieces]
 
         def score(step, carry):
             total, tokens = sums(step, keys)
             place = prefix_ref.at[b, tokens[None, :], columns[:, None]]
             fits = (tokens < rows)[None, :] & inside[:, None]
-            store(place, jnp.where(visible[:, None], total, -jnp.inf), mask=fits)
+            store(place, jnp.where(seen, total, -jnp.inf), mask=fits)
             return carry
 
         jax.lax.fori_loop(0, steps, score, 0)
@@ -193,7 +200,7 @@ def _scores_kernel(
     def _():
         own = (block - prefix_blocks) * tiles.keys + lane
         real = own < rows
-        keys = load(new_ref.at[b, own[:, None], dims[None, :]], mask=real[:, None], other=0.0)
+        keys = [load(new_ref.at[b, own[:, None], at[None, :]], mask=real[:, None], other=0.0) for at in pieces]
 
         def score(step, carry):
             total, tokens = sums(step, keys)
