@@ -218,9 +218,7 @@ def _keys(ref, row, columns, limit) -> jax.Array:
     return jnp.where(bits < 0, _SMALLEST - bits, bits)
 
 
-def _histogram(
-    ref, row, first, limit, steps: int, low, digit: _Digit, tiles: Tiles
-) -> tuple[jax.Array, jax.Array]:
+def _histogram(ref, row, first, limit, steps: int, low, digit: _Digit, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """(int32[digit values], int32[]): visible keys of the class from `low` on by their digit, and those above it."""
     lane = jnp.arange(tiles.lanes, dtype=jnp.int32)
     # Eight counters of 4 bits a word: an element costs one shift and one addition, not a comparison a digit value.
@@ -427,7 +425,9 @@ def _finish_kernel(
 def _check(prefix_scores: jax.Array, block_scores: jax.Array, k: int) -> None:
     for name, array in (("prefix_scores", prefix_scores), ("block_scores", block_scores)):
         if array.ndim != 3 or array.dtype != jnp.float32 or 0 in array.shape:
-            raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}; it must be float32[B, T, columns], not empty")
+            raise ValueError(
+                f"{name}: got {array.dtype}{list(array.shape)}; it must be float32[B, T, columns], not empty"
+            )
     if prefix_scores.shape[:2] != block_scores.shape[:2]:
         raise ValueError(f"block_scores: got shape {block_scores.shape}; prefix_scores has {prefix_scores.shape}")
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
