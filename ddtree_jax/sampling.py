@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ddtree_jax.pallas.vocab_rows import clean_logits, vocab_argmax
 from ddtree_jax.thresholds import largest_key, ordered_bits
 from ddtree_jax.tree import checks
 
@@ -94,13 +95,20 @@ def filter_logits(
       float32[..., V]: log-probabilities up to a constant, relative to the best token (0.0); -inf where
       filtered. A row without any finite logit keeps token 0, so that no draw can leave the vocabulary.
     """
-    logits = _clean(logits)
+    logits = clean_logits(logits)
     per_row = _row_params(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with jax.named_scope("filter_logits"):
         scaled = _scale(logits, per_row["temperature"])
         keys = ordered_bits(scaled)
-        kept = _top_k_mask(keys, per_row["top_k"])
-        kept = kept & _top_p_mask(keys, jnp.where(kept, jnp.exp(scaled), 0.0), per_row["top_p"])
+        # A filter that no row uses keeps everything; its search is then left out.
+        everything = jnp.ones_like(keys, jnp.bool_)
+        uses_top_k = jnp.any((per_row["top_k"] > 0) & (per_row["top_k"] < keys.shape[-1]))
+        kept = lax.cond(uses_top_k, lambda: _top_k_mask(keys, per_row["top_k"]), lambda: everything)
+        kept = kept & lax.cond(
+            jnp.any(per_row["top_p"] < 1.0),
+            lambda: _top_p_mask(keys, jnp.where(kept, jnp.exp(scaled), 0.0), per_row["top_p"]),
+            lambda: everything,
+        )
         kept = kept & ((jnp.exp(scaled) >= per_row["min_p"]) | (per_row["min_p"] <= 0.0))
         return jnp.where(kept, scaled, -jnp.inf)
 
@@ -138,18 +146,17 @@ def choose_tokens(
     """
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}; allowed: {', '.join(MODES)}.")
-    logits = checks.as_float32(logits, "logits", (None, None, None), "B, N, V")
-    batch, slots, vocab = logits.shape
+    batch, slots, _ = checks.as_float32(logits, "logits", (None, None, None), "B, N, V").shape
     depths = checks.as_int32(depths, "depths", (batch, slots), "B, N")
     emitted = checks.as_int32(emitted, "emitted", (batch,), "B")
     max_depth = slots - 1 if max_depth is None else checks.static_int(max_depth, "max_depth", minimum=0)
-    logits = _clean(logits)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = vocab_argmax(logits)
     if mode == "greedy":
         return greedy
 
     def sampled(with_filters: bool) -> jax.Array:
-        tokens = _sampled(logits, depths, emitted, params, with_filters, min(max_depth, slots - 1))
+        # Cleaned in here: an operand of the branch of "mixed" would be written out, though the branch is not taken.
+        tokens = _sampled(clean_logits(logits), depths, emitted, params, with_filters, min(max_depth, slots - 1))
         return jnp.where(params.temperature[:, None] > 0.0, tokens, greedy)
 
     with jax.named_scope("choose_tokens"):
@@ -178,15 +185,6 @@ def _sampled(
 def _noise(key: jax.Array, index: jax.Array, vocab: int) -> jax.Array:
     """The noise of one output index. *Unbatched.*"""
     return jax.random.gumbel(jax.random.fold_in(key, index), (vocab,), jnp.float32)
-
-
-def _clean(logits: jax.Array) -> jax.Array:
-    """float32 logits without NaN (to -inf) and +inf (to the largest finite float)."""
-    logits = jnp.asarray(logits)
-    if logits.ndim < 1 or logits.shape[-1] < 1 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise AssertionError(f"logits must be float[..., V] with V >= 1; got {logits.dtype}{list(logits.shape)}")
-    logits = logits.astype(jnp.float32)
-    return jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), jnp.finfo(jnp.float32).max)
 
 
 def _row_params(logits: jax.Array, **params: jax.Array) -> dict[str, jax.Array]:

@@ -22,6 +22,9 @@ FORMULATIONS = ("sequential_frontier", "level_merge", "static_universe")
 #                static_universe        24     31    102      -      -       -
 # A loop step is nearly free on a CPU and costs launches on a GPU, where only the number of steps counts.
 _MAX_STATIC_BUDGET = 128
+# A pass for 32 candidates a row takes an H200 some 31 us; for 128 and more it leaves the range in which pairs are
+# counted. Below that a wrong guess costs more than a right one saves.
+CANDIDATE_CAP, _MIN_CAPPED = 32, 128
 
 
 def default_formulation(budget: int, depth: int, k: int, *, backend: str) -> str:
@@ -34,7 +37,15 @@ def default_formulation(budget: int, depth: int, k: int, *, backend: str) -> str
     return "static_universe" if fits else "level_merge"
 
 
-@functools.partial(jax.jit, static_argnames=("budget", "top_k", "force_spine", "formulation", "topk_implementation"))
+def default_candidate_cap(k: int, *, backend: str) -> int | None:
+    """Candidates a row that `build_tree` tries before all `k`, None for no such try: on a CPU it saves nothing."""
+    return CANDIDATE_CAP if backend == "gpu" and k >= _MIN_CAPPED else None
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("budget", "top_k", "force_spine", "formulation", "topk_implementation", "candidate_cap"),
+)
 def build_tree(
     draft_logits: jax.Array,
     root_token_ids: jax.Array,
@@ -44,6 +55,7 @@ def build_tree(
     force_spine: bool = False,
     formulation: str = "auto",
     topk_implementation: str = "auto",
+    candidate_cap: int | str | None = "auto",
 ) -> DraftTree:
     """Builds the tree of the `budget` most probable prefixes under the product of per-depth softmaxes.
 
@@ -67,6 +79,9 @@ def build_tree(
         the price is the drafter's expected accepted length, which the tree without it maximizes.
       formulation: one of `FORMULATIONS`, all exactly equal, or "auto".
       topk_implementation: as `vocab_topk`'s `implementation`.
+      candidate_cap: static. The tree is first built from this many candidates a row, fewer than it may need, and kept
+        where `needs_no_more_candidates` proves it the same tree; else all are found. The result never depends on it.
+        None: all at once. "auto": `default_candidate_cap`.
 
     Returns:
       A `DraftTree` with N = budget + 1 slots; `num_nodes` is smaller than N where fewer than `budget`
@@ -80,8 +95,9 @@ def build_tree(
     force_spine = checks.static_bool(force_spine, "force_spine")
     if formulation != "auto" and formulation not in FORMULATIONS:
         raise ValueError(f"formulation: got {formulation!r}; allowed: auto, {', '.join(FORMULATIONS)}.")
-    draft_logits = checks.as_float32(draft_logits, "draft_logits", (None, None, None), "B, L, V")
-    batch, draft_depth, vocab = draft_logits.shape
+    # The logits go on as they came: of narrow ones that pass through a branch below, XLA would write a wide copy.
+    draft_logits = jnp.asarray(draft_logits)
+    batch, draft_depth, vocab = checks.as_float32(draft_logits, "draft_logits", (None, None, None), "B, L, V").shape
     root_token_ids = checks.as_int32(root_token_ids, "root_token_ids", (batch,), "B")
 
     depth = min(draft_depth, budget)  # a node at depth d needs d - 1 nodes above it
@@ -91,11 +107,41 @@ def build_tree(
     if budget * (k + 1) >= 2**31:
         raise ValueError(f"budget: got {budget} with top_k {k}; their product must stay below 2**31.")
 
+    if candidate_cap == "auto":
+        candidate_cap = default_candidate_cap(k, backend=jax.default_backend())
+    elif candidate_cap is not None:
+        candidate_cap = checks.static_int(candidate_cap, "candidate_cap", minimum=1)
+
+    def build_from(candidates: int) -> tuple[DraftTree, jax.Array]:
+        log_probs, token_ids = draft_candidates(draft_logits[:, :depth], candidates, implementation=topk_implementation)
+        tree, last_scores = _tree_and_last_score(log_probs, token_ids, root_token_ids, budget, force_spine, formulation)
+        return tree, needs_no_more_candidates(log_probs, last_scores)
+
     with jax.named_scope("build_tree"):
-        log_probs, token_ids = draft_candidates(draft_logits[:, :depth], k, implementation=topk_implementation)
-        return build_tree_from_candidates(
-            log_probs, token_ids, root_token_ids, budget=budget, force_spine=force_spine, formulation=formulation
-        )
+        if candidate_cap is None or candidate_cap >= k:
+            return build_from(k)[0]
+        tree, is_exact = build_from(candidate_cap)
+        return jax.lax.cond(jnp.all(is_exact), lambda: tree, lambda: build_from(k)[0])
+
+
+def needs_no_more_candidates(log_probs: jax.Array, last_scores: jax.Array) -> jax.Array:
+    """bool[B]: whether candidates beyond the K given could not have changed the best prefixes found among these.
+
+    A prefix with a rank of K or more at depth d scores at most as the top-1 chain to depth d - 1 and candidate K - 1 of
+    depth d together: in a float32 sum from the root outward too, because rounding is monotone. Where that is below the
+    last chosen score at every depth, no such prefix is chosen; an equal score would have to be compared by ranks.
+
+    Args:
+      log_probs: float32[B, L, K], as for `build_tree_from_candidates`.
+      last_scores: float32[B], the lowest score chosen (before a spine is forced); -inf where the budget was not filled.
+    """
+    above = jnp.zeros_like(last_scores)
+    proven = jnp.ones(last_scores.shape, jnp.bool_)
+    for d in range(log_probs.shape[1]):
+        next_best = above + log_probs[:, d, -1]
+        proven &= (next_best < last_scores) | (next_best == -jnp.inf)
+        above = above + log_probs[:, d, 0]
+    return proven
 
 
 @functools.partial(jax.jit, static_argnames=("k", "implementation"))
@@ -151,10 +197,24 @@ def build_tree_from_candidates(
     if min(depth, k) < 1:
         raise ValueError(f"log_probs: got shape {log_probs.shape}; L and K must be >= 1.")
 
+    return _tree_and_last_score(log_probs, token_ids, root_token_ids, budget, force_spine, formulation)[0]
+
+
+def _tree_and_last_score(
+    log_probs: jax.Array,
+    token_ids: jax.Array,
+    root_token_ids: jax.Array,
+    budget: int,
+    force_spine: bool,
+    formulation: str,
+) -> tuple[DraftTree, jax.Array]:
+    """The tree, and float32[B] the lowest score that was chosen by itself (not for the spine's sake)."""
+    _, depth, k = log_probs.shape
     nodes = jax.vmap(_pick(formulation, budget, depth, k))(log_probs)
+    last_scores = nodes.scores[:, -1]
     if force_spine and k > 1:  # one candidate a row: the spine is all there is
         nodes = jax.vmap(formulations.with_spine)(nodes, log_probs)
-    return assemble(nodes, token_ids, root_token_ids)
+    return assemble(nodes, token_ids, root_token_ids), last_scores
 
 
 @jax.jit
