@@ -21,7 +21,7 @@ _THRESHOLDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, F
 
 
 def quantise_activations(x: Any, input_scale: Any) -> tuple[jax.Array, jax.Array]:
-    """Codes and block scales of activations; XLA makes it one kernel over x.
+    """Codes and block scales of activations; XLA fuses it to two kernels over x.
 
     Args:
       x: floating [M, K], K a multiple of 16.
@@ -32,8 +32,8 @@ def quantise_activations(x: Any, input_scale: Any) -> tuple[jax.Array, jax.Array
         rounds to zero is kept.
       scales: float8_e4m3fn [M, K/16]. To nearest even, at most 448: a block above 6 * 448 * input_scale saturates at
         that value. A block of zeros, and one whose scale rounds to zero (below 6 * 2**-10 * input_scale), has scale 0
-        and codes of (signed) zeros. A block with a NaN or an infinity has scale NaN and codes of (signed) zeros, so that its whole row
-        of the product is NaN and a broken activation cannot pass as a saturated one.
+        and codes of signed zeros. A block with a NaN or an infinity has scale NaN and codes of signed zeros, so that
+        its whole row of the product is NaN and a broken activation cannot pass as a saturated one.
 
       Raises `ValueError` for a shape or dtype that is none of these.
     """
