@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.pallas.backend import triton_call
+from ddtree_jax.pallas.cases import registry
 from ddtree_jax.pallas.cases.base import Case
-from ddtree_jax.pallas.cases.registry import Expected
 from ddtree_jax.pallas.dispatch import Op
 from ddtree_jax.pallas.fp4_convert import convert_pair
 
@@ -34,4 +34,4 @@ CASES = (
     Case("fp4_convert", "bfloat16", words, {"dtype": jnp.bfloat16}, 0, 0),
 )
 _CODE = ("cvt.rn.f16x2.e2m1x2",)
-EXPECTED = {("fp4_convert", "kernel"): Expected(code={"b200": _CODE, "rtx_pro_6000": _CODE})}
+EXPECTED = {("fp4_convert", "kernel"): registry.Expected(code={"b200": _CODE, "rtx_pro_6000": _CODE})}

@@ -1,4 +1,4 @@
-"""Runs the Triton kernel of `triton_fp4` on the CPU, in Triton's interpreter, against float64; exits 1 where it is wrong.
+"""Runs the kernel of `triton_fp4` on the CPU, in Triton's interpreter, against float64; exits 1 where it is wrong.
 
 A process of its own: it needs TRITON_INTERPRET=1 before triton is imported, and triton need not be in the environment
 of the tests. It shows that the kernel's source addresses, splits and stores what it should; what a compiler makes of
