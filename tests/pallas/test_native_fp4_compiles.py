@@ -28,11 +28,11 @@ def compilers(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def check(compilers):
-    """(platform, ops=, op=) -> the programs of the compile check."""
+    """(platform, ops=, every=) -> the programs of the compile check."""
     module = pytest.importorskip("ddtree_jax.pallas.compile_check")
 
-    def run(platform, *, ops=None, op=None):
-        return module.compile_for(platform, compilers=compilers, ops=ops, op=op).programs
+    def run(platform, *, ops, every=False):
+        return module.compile_for(platform, compilers=compilers, ops=ops, every=every).programs
 
     return run
 
@@ -68,13 +68,14 @@ def test_products_of_codes(check, platform, tmp_path):
 
 @pytest.mark.parametrize("platform", ["b200", "rtx_pro_6000"])
 def test_the_converter_compiles_for_blackwell(check, platform):
-    for program in check(platform, ops=HERE / "native_fp4_programs.py"):
-        assert program["status"] == "ok", program["detail"]
+    programs = check(platform, ops=HERE / "native_fp4_programs.py", every=True)
+    assert [program["status"] for program in programs] == ["ok", "ok"], [program["detail"] for program in programs]
+    assert all(SM[platform] in program["sm"] for program in programs)
 
 
 def test_the_converter_is_refused_for_hopper(check):
     """The control: a check that sees no such error would see nothing else either."""
-    programs = check("h200", ops=HERE / "native_fp4_programs.py")
+    programs = check("h200", ops=HERE / "native_fp4_programs.py", every=True)
     assert len(programs) == 2
     for program in programs:
         assert program["status"] == "failed"
