@@ -7,8 +7,8 @@ the scales on to tensor memory and issues the products. Every stage has its own 
 order of a product and a later copy over its scales is then by the stage's barrier, and not by how the hardware queues
 them.
 
-Neither Pallas' interpreter nor Mosaic's own has block-scaled products, so nothing here has been checked but what it
-compiles to.
+Mosaic's interpreter has no block-scaled products. The tests put stand-ins in their place to check copies, slots,
+barriers and sums; tensor memory and the product itself have been checked in nothing but what they compile to.
 """
 
 from __future__ import annotations
@@ -170,12 +170,15 @@ def _kernel(n: int, k: int, tiles: Tiles) -> Callable[..., jax.Array]:
                     tensor["sums"][j],
                     shared["w"].at[slot],
                     shared["x"].at[slot, pl.ds(j * tile, tile)].transpose((1, 0)),
-                    # It arrives when all before it are done, so the last product speaks for the slot.
-                    consumed.at[slot] if j == count - 1 else None,
                     a_scale=own_w,
                     b_scale=own_x,
                     accumulate=i > 0,
                 )
+
+            @pl.when(i < steps - stages)
+            def _free_the_slot():  # when the products and copies issued so far are done
+                plgpu.tcgen05_commit_arrive(consumed.at[slot])
+
             return carry
 
         @plgpu.warp_map
