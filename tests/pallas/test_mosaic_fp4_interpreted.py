@@ -33,10 +33,12 @@ def without_scales(monkeypatch):
 
 @pytest.fixture
 def with_scales(monkeypatch):
-    copied = {}
+    """Returns the places of scales in tensor memory, as they are found while the kernel is traced."""
+    copied, places = {}, {}
 
     def copy(shared, tensor):
         copied[id(tensor)] = (shared, tensor)  # the second keeps the identity taken
+        places[id(tensor.ref)] = tensor.ref
 
     def decoded(codes, scale, rows):
         lanes = copied[id(scale)][0][...].astype(jnp.float32)  # [1, K/64, 32, 16]
@@ -55,6 +57,7 @@ def with_scales(monkeypatch):
 
     monkeypatch.setattr(plgpu, "tcgen05_mma", product)
     monkeypatch.setattr(plgpu, "async_copy_scales_to_tmem", copy)
+    return places
 
 
 def side(rows, k, rng):
@@ -109,6 +112,7 @@ def test_scales_go_with_their_codes(with_scales, tiles):
     sums, _, (w, x) = run(256, 768 * tiles.split_k, tiles, races=False)
     exact = w @ x.T
     assert np.abs(sums - exact).max() <= 1e-6 * np.abs(exact).max()
+    assert len(with_scales) == 1 + tiles.token_tiles  # none is written while another product reads it
 
 
 @pytest.mark.parametrize(("m", "prepared"), [(5, True), (130, False)])
