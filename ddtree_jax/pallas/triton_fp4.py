@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,9 @@ def _load() -> tuple[Callable[..., Any], Any]:
             f"jax-triton {jax_triton.__version__} needs triton >= {required[0]}.{required[1]} here, "
             f"found {triton.__version__}: pip install 'triton>=3.9'"
         )
+    if jax.__version_info__[:2] >= (0, 12) and (0, 4) <= _version(jax_triton) <= (0, 4, 1):
+        # Its rule for dead code takes two arguments and is given three: a TypeError in the middle of a jit.
+        raise NotImplementedError(f"jax-triton {jax_triton.__version__} fails with jax {jax.__version__}; use jax 0.11")
     # The name of the argument changed between jax-triton 0.3 and 0.4.
     names = inspect.signature(jax_triton.triton_call).parameters
     out_name = "out_type" if "out_type" in names else "out_shape"
@@ -157,6 +161,6 @@ def _load() -> tuple[Callable[..., Any], Any]:
     return call, importlib.import_module("ddtree_jax.pallas.triton_fp4_kernel").w4a4_kernel
 
 
-def _version(module: Any) -> tuple[int, int]:
-    major, minor = str(module.__version__).split(".")[:2]
-    return int(major), int(minor)
+def _version(module: Any) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 4, 1) of "0.4.1", (3, 9, 0) of "3.9.0+git"."""
+    return tuple(int(part) for part in re.match(r"[\d.]*\d", str(module.__version__))[0].split("."))

@@ -184,11 +184,20 @@ def test_without_jax_triton_the_error_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("jax_triton", "triton", "served"),
-    [("0.3.1", "3.6.0", True), ("0.3.1", "3.5.1", False), ("0.4.1", "3.6.0", False), ("0.4.1", "3.9.0", True)],
+    ("jax_triton", "triton", "version_of_jax", "refusal"),
+    [
+        ("0.3.1", "3.6.0", (0, 11, 2), None),
+        ("0.3.1", "3.6.0", (0, 12, 0), None),
+        ("0.3.1", "3.5.1", (0, 11, 2), "needs triton"),
+        ("0.4.1", "3.6.0", (0, 11, 2), "needs triton"),
+        ("0.4.1", "3.9.0", (0, 11, 2), None),
+        ("0.4.1", "3.9.0", (0, 12, 0), "fails with jax"),
+        ("0.4.2", "3.10.0+git1", (0, 12, 0), None),
+    ],
 )
-def test_versions_of_triton_and_the_name_of_the_output(monkeypatch, jax_triton, triton, served):
+def test_versions_of_triton_and_the_name_of_the_output(monkeypatch, jax_triton, triton, version_of_jax, refusal):
     seen = {}
+    monkeypatch.setattr(jax, "__version_info__", version_of_jax)
 
     def old(*args, kernel, out_shape, grid, **kwargs):
         seen.update(kwargs, kernel=kernel, grid=grid, args=args)
@@ -210,8 +219,8 @@ def test_versions_of_triton_and_the_name_of_the_output(monkeypatch, jax_triton, 
         run = functools.partial(OP, implementation="triton_native", platform=RTX_PRO_6000)
         return jax.eval_shape(run, *arguments(5, 256, 2048))
 
-    if not served:
-        with pytest.raises(NotImplementedError, match="needs triton"):
+    if refusal:
+        with pytest.raises(NotImplementedError, match=refusal):
             call()
         return
     out = call()
