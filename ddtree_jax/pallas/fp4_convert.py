@@ -8,9 +8,9 @@ the 32-bit argument into four `.b8` registers and converts one of them; ptxas ma
 - It needs PTX ISA 8.6 and a target sm_100a, sm_100f, sm_120a or sm_120f; plain sm_100, plain sm_120 and sm_90a reject
   it ("Feature 'cvt.f16x2.e2m1x2' not supported on .target ..."), which makes sm_90a a negative control.
 - Argument and result must be signless 32-bit integers (int32); uint32 does not parse. `pack` is 1.
-- `cvt.rn.bf16x2.e2m1x2` exists but needs PTX ISA 9.2, newer than the one XLA writes for jax 0.11.2. bfloat16 therefore
-  goes by float16: the exponent of all nonzero codes is normal in both, so a shift by 3 and a multiply by 2**112, both
-  exact, take one to the other.
+- `cvt.rn.bf16x2.e2m1x2` exists but needs PTX ISA 9.2: jax 0.11.2 writes an older one whatever the compilers, jax
+  0.12.0.1 a new enough one with CUDA 13.5's. bfloat16 therefore goes by float16: the exponent of all nonzero codes is
+  normal in both, so a shift by 3 and a multiply by 2**112, both exact, take one to the other.
 
 Compiles, never run.
 """
