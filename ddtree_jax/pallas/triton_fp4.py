@@ -155,8 +155,9 @@ def _load() -> tuple[Callable[..., Any], Any]:
     names = inspect.signature(jax_triton.triton_call).parameters
     out_name = "out_type" if "out_type" in names else "out_shape"
 
-    def call(*args: Any, out: Any, **kwargs: Any) -> Any:
-        return jax_triton.triton_call(*args, **{out_name: out}, **kwargs)
+    def call(*args: Any, out: Any, name: str, **kwargs: Any) -> Any:
+        with jax.named_scope(name):  # its own `name` does not reach the compiled program
+            return jax_triton.triton_call(*args, name=name, **{out_name: out}, **kwargs)
 
     return call, importlib.import_module("ddtree_jax.pallas.triton_fp4_kernel").w4a4_kernel
 
