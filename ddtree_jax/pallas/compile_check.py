@@ -1,7 +1,7 @@
 """Compiles every kernel for GPUs that need not be there: `python -m ddtree_jax.pallas.compile_check --platform all`.
 
-Needs the CUDA plugin of JAX and NVIDIA's compilers, and no GPU. To keep them out of the environment that tests and users
-have (a plugin without a GPU makes every start of JAX complain), they may lie in a folder of their own:
+Needs the CUDA plugin of JAX and NVIDIA's compilers, and no GPU. To keep them out of the environment that tests and
+users have (a plugin without a GPU makes every start of JAX complain), they may lie in a folder of their own:
 
     sh .ci/gpu-compilers DIR
     python -m ddtree_jax.pallas.compile_check --platform h200 --compilers DIR
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -129,10 +131,10 @@ def _environment(compilers: str | os.PathLike[str] | None, scratch: str) -> dict
     environment = dict(os.environ)
     paths = [str(pathlib.Path(ddtree_jax.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     if compilers is not None:
-        folder = pathlib.Path(compilers).resolve()
-        cuda = folder / "nvidia" / "cu13"
-        paths.insert(0, str(folder))
-        # jax-triton looks for ptxas here; a toolkit of this machine may be too old for its PTX
+        paths.insert(0, str(pathlib.Path(compilers).resolve()))
+    cuda = _cuda_folder(compilers)
+    if cuda is not None:
+        # jax-triton looks for ptxas here; a toolkit of this machine may be too old for its PTX.
         environment["PATH"] = f"{cuda / 'bin'}{os.pathsep}{environment.get('PATH', '')}"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={cuda}".strip()
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -140,14 +142,25 @@ def _environment(compilers: str | os.PathLike[str] | None, scratch: str) -> dict
     environment["JAX_PLATFORMS"] = "cpu"
     # A program out of a cache would leave no PTX to look at.
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    environment["TRITON_CACHE_DIR"] = scratch
+    environment["TRITON_CACHE_DIR"] = environment["MOSAIC_GPU_DUMP_TO"] = scratch
+    environment["MOSAIC_GPU_DUMP_PTX"] = "1"
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return environment
 
 
-def _worker(arguments: argparse.Namespace) -> int:
-    import importlib.metadata
+def _cuda_folder(compilers: str | os.PathLike[str] | None) -> pathlib.Path | None:
+    """Where NVIDIA's packages put the compilers of CUDA 13."""
+    if compilers is not None:
+        return pathlib.Path(compilers).resolve() / "nvidia" / "cu13"
+    try:
+        spec = importlib.util.find_spec("nvidia.cu13")
+    except ModuleNotFoundError:
+        return None
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return pathlib.Path(folders[0]) if folders else None
 
+
+def _worker(arguments: argparse.Namespace) -> int:
     from ddtree_jax.errors import one_line
     from ddtree_jax.pallas import compile_programs
     from ddtree_jax.pallas.cases.registry import load_registry

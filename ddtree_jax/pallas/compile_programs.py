@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,11 +32,13 @@ OK, FAILED, NOT_SERVED, SAME_TILES = "ok", "failed", "not served", "same tiles"
 
 # Custom calls that hold a kernel: Pallas-Triton; jax-triton; Mosaic GPU.
 _KERNEL_TARGETS = re.compile(r"xla\.gpu\.triton|triton_kernel_call|mosaic_gpu")
-_KERNEL_PRIMITIVES = {"pallas_call", "triton_kernel_call", "mosaic_gpu_kernel", "core_map"}
+_KERNEL_PRIMITIVES = {"pallas_call", "triton_kernel_call", "mosaic_gpu_kernel", "core_map", "mpmd_map"}
 _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"(?:[^\n]*?op_name="([^"]*)")?')
 _PTXAS_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _PTXAS_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _PTXAS_REGISTERS = re.compile(r"Used (\d+) registers")
+_OPAQUE = re.compile(r'opaque = "((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(rb"\\([0-9A-F]{2}|.)", re.DOTALL)
 _ERROR_CHARACTERS = 1000
 
 
@@ -43,8 +47,8 @@ class Program:
     """One implementation of one case, compiled.
 
     Attributes:
-      status: OK, FAILED, NOT_SERVED (NotImplementedError, in `detail`), or SAME_TILES: not compiled, for an earlier case has
-        the same kernels with the same tiles.
+      status: OK, FAILED, NOT_SERVED (NotImplementedError, in `detail`), or SAME_TILES: not compiled, for an earlier
+        case has the same kernels with the same tiles.
       detail: what is wrong, or why it is not served.
       sm: target strings in the binary.
       kernels: names of the custom calls that hold kernels, as in the optimised HLO.
@@ -101,7 +105,7 @@ class Compiler:
         with jax.default_device(self._device), use_abstract_mesh(self._mesh.abstract_mesh):
             specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), specs)
             traced = jax.jit(lambda *arrays: run(*arrays, platform=self.target.platform, **case.static)).trace(*specs)
-            named = [kernel_name(equation) for equation in kernel_equations(traced.jaxpr)]
+            named = [name for name in map(pallas_name, kernel_equations(traced.jaxpr)) if name]
             key = (case.op, program.implementation, tile_fingerprint(traced.jaxpr))
             if key in self._seen and not every:
                 program.status, program.kernels = SAME_TILES, named
@@ -112,6 +116,7 @@ class Compiler:
                 compiled = traced.lower(lowering_platforms=("cuda",)).compile(options)
                 ptx = [path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx"))]
         text = compiled.as_text()
+        ptx += [*_jax_triton_ptx(text), *_mosaic_ptx()]
         binary = serialize(compiled)[0]
         program.sm = sorted({found.decode() for found in re.findall(rb"sm_\d+a?", binary)})
         program.custom_calls = sorted({target for target, _ in _CUSTOM_CALL.findall(text)})
@@ -156,8 +161,9 @@ def kernels_in(hlo: str) -> set[str]:
     found = set()
     for target, op_name in _CUSTOM_CALL.findall(hlo):
         if _KERNEL_TARGETS.search(target):
-            scopes = op_name.split("/")
-            found.add(scopes[-2] if scopes[-1] in _KERNEL_PRIMITIVES and len(scopes) > 1 else scopes[-1])
+            *_, scope, last = ("", *op_name.split("/"))
+            # jax-triton's calls have no name but that of a `named_scope` around them.
+            found.add(scope if last in _KERNEL_PRIMITIVES and scope and not scope.startswith("jit(") else last)
     return found
 
 
@@ -171,8 +177,8 @@ def kernel_equations(jaxpr: Any) -> Iterator[Any]:
             yield from kernel_equations(inner)
 
 
-def kernel_name(equation: Any) -> str:
-    return str(equation.params.get("name") or equation.params.get("kernel_call_name") or equation.primitive.name)
+def pallas_name(equation: Any) -> str | None:
+    return equation.params.get("name") if equation.primitive.name == "pallas_call" else None
 
 
 def tile_fingerprint(jaxpr: Any) -> str:
@@ -182,7 +188,7 @@ def tile_fingerprint(jaxpr: Any) -> str:
     """
     parts: set[str] = set()
     for equation in kernel_equations(jaxpr):
-        parts.add(f"{kernel_name(equation)} {equation.params.get('compiler_params')}")
+        parts.add(f"{equation.primitive.name} {pallas_name(equation)} {equation.params.get('compiler_params')}")
         inner = list(_inner(equation))
         for one in inner:
             parts.update(_tiles(one))
@@ -207,6 +213,29 @@ def _inner(equation: Any) -> Iterator[Any]:
             one = getattr(one, "jaxpr", one)
             if hasattr(one, "eqns"):
                 yield one
+
+
+def _jax_triton_ptx(hlo: str) -> Iterator[str]:
+    """jax-triton compiles before XLA sees the program; the PTX is in the compressed argument of its custom call."""
+    for escaped in _OPAQUE.findall(hlo):
+        raw = _ESCAPE.sub(lambda match: _unescape(match[1]), escaped.encode("latin-1", "ignore"))
+        try:
+            content = zlib.decompress(raw)
+        except zlib.error:
+            continue
+        yield content.decode("latin-1")
+
+
+def _unescape(code: bytes) -> bytes:
+    return {b"n": b"\n", b"t": b"\t"}.get(code) or (code if len(code) == 1 else bytes([int(code, 16)]))
+
+
+def _mosaic_ptx() -> Iterator[str]:
+    """Mosaic GPU writes what it compiles into a folder that the check gives it."""
+    folder = os.environ.get("MOSAIC_GPU_DUMP_TO")
+    for path in sorted(pathlib.Path(folder).glob("*.ptx")) if folder else ():
+        yield path.read_text()
+        path.unlink()
 
 
 def resources(ptx: str, sm: str) -> dict[str, dict[str, int]]:

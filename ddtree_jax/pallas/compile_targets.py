@@ -34,7 +34,7 @@ class Target:
     def description(self) -> str:
         """A GpuTargetConfigProto of XLA, as text."""
         major, minor = self.capability
-        # Without it XLA compiles for plain sm_120, which has none of the FP4 instructions; the others get the `a` unasked.
+        # Without it XLA compiles for plain sm_120, which lacks the FP4 instructions; the others get the `a` unasked.
         feature = "feature_extension: ACCELERATED_FEATURES" if major == 12 else ""
         per_core = {9: 233472, 10: 233472, 12: 102400}[major]
         return f"""
