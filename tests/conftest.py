@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-compilers",
         metavar="DIR",
-        help="folder made by `sh .ci/gpu-compilers DIR`: kernels are compiled for three GPUs, of which none need be here",
+        help="folder of `sh .ci/gpu-compilers DIR`: kernels are compiled for three GPUs, of which none need be here",
     )
 
 
