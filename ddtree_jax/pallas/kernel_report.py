@@ -68,7 +68,7 @@ class Row:
         def number(value: float | None, digits: str) -> str:
             return "-" if value is None else format(value, digits)
 
-        remark = self.status if self.status in (OK, LEFT_OUT) else f"{self.status}: {self.detail}"
+        remark = f"{self.status}: {self.detail}" if self.detail else self.status
         share = "-" if self.share is None else f"{100 * self.share:.0f} %"
         rate = "-" if self.rate is None else f"{self.rate:.4g} {self.unit}"
         us = "-" if self.us is None else f"{self.us:.1f} +-{50 * (self.spread or 0.0):.0f} %"
@@ -237,8 +237,10 @@ def _measure_row(
     row.error = None if math.isnan(error) else error
     row.tolerance = case.tolerance
     timing = loop.time(inputs, sample_s=sample_s)
-    row.us, row.spread = timing.us, timing.spread
-    if timing.us > 0.0:
+    if timing.us <= 0.0:
+        row.detail = "no time: the machine is too busy to tell"
+    else:
+        row.us, row.spread = timing.us, timing.spread
         memory = limits.memory_bound(case)
         row.unit = "GB/s" if memory else "TFLOP/s"
         row.rate = case.traffic / timing.us / 1e3 if memory else case.flops / timing.us / 1e6

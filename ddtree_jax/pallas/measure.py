@@ -306,7 +306,7 @@ def _relative(found: np.ndarray, wanted: np.ndarray) -> float:
     same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))  # infinities too, which have no difference
     if not np.all(np.isfinite(found) & np.isfinite(wanted) | same):
         return math.inf
-    difference = np.linalg.norm(np.where(same, 0.0, found - np.where(same, found, wanted)))
+    difference = np.linalg.norm(np.where(same, 0.0, found) - np.where(same, 0.0, wanted))
     size = np.linalg.norm(np.where(np.isfinite(wanted), wanted, 0.0))
     if size == 0.0:
         return 0.0 if difference == 0.0 else math.inf
