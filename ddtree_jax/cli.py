@@ -374,7 +374,7 @@ def _run_doctor_kernels(json_option: str | bool | None) -> int:
     file = json_option if isinstance(json_option, str) else "kernels-report.json"
     folder = os.path.dirname(file) or "."
     # Told before minutes of measuring, not after.
-    if os.path.isdir(file) or not os.access(folder, os.W_OK):
+    if not file or file.endswith(".md") or os.path.isdir(file) or not os.access(folder, os.W_OK):
         raise _UsageError(f"argument --json: cannot write {file!r}")
     report = doctor.examine_kernels()
     print(json.dumps(report.to_dict()) if json_option is True else report.text())

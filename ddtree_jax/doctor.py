@@ -283,7 +283,9 @@ def _kernels() -> list[Finding]:
         reasons = op.explain(*_shapes(case), platform=platform, **case.static)
         taken = next((one for one in op.names(platform) if reasons[one] is None), None)
         others = [
-            f"{one}: {reason or 'by name only'}" for one, reason in reasons.items() if one not in (taken, REFERENCE)
+            f"{one}: {reason or 'by name only'}"
+            for one, reason in reasons.items()
+            if one != taken and (reason or one != REFERENCE)
         ]
         because = f" ({'; '.join(others)})" if others else ""
         if taken is None:
