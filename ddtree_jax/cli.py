@@ -179,14 +179,24 @@ def _add_doctor(commands: Any) -> None:
         allow_abbrev=False,
         help="what this installation can do, and what is missing",
         description=(
-            "Reports versions, devices and the shipped pair. Status 1: something needed is missing. With --target, "
-            "reports instead what that folder holds and the memory that it needs, from its headers alone."
+            "Reports versions, devices, which kernels are used, and the shipped pair. Status 1: something needed is "
+            "missing. With --target, reports instead what that folder holds and the memory that it needs, from its "
+            "headers alone. With --kernels, checks and times every kernel on this GPU and writes a report to send; "
+            "status 1: a kernel is wrong."
         ),
     )
     add_model_options(parser)
     parser.add_argument("--context", type=int, default=4096, metavar="N", help="tokens of a cache; default 4096")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences decoded together; default 1")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--kernels", action="store_true", help="check and time every kernel; needs a GPU")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=True,
+        default=None,
+        metavar="FILE",
+        help="print one JSON object; with --kernels and FILE, write it there (default kernels-report.json)",
+    )
     parser.set_defaults(run=_run_doctor)
 
 
@@ -336,6 +346,12 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     folder_options = (arguments.drafter, arguments.mesh, arguments.dtype, arguments.context, arguments.batch)
     if arguments.target is None and folder_options != (None, None, "auto", 4096, 1):
         raise _UsageError("argument --target: needed beside --drafter, --mesh, --dtype, --context and --batch")
+    if arguments.kernels:
+        if arguments.target is not None:
+            raise _UsageError("argument --kernels: not allowed with --target")
+        return _run_doctor_kernels(arguments.json)
+    if isinstance(arguments.json, str):
+        raise _UsageError("argument --json: takes a FILE only with --kernels")
     if arguments.target is not None:
         folders = doctor.examine_folders(
             arguments.target,
@@ -349,6 +365,22 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
         return OK
     report = doctor.examine()
     print(json.dumps(report.to_dict()) if arguments.json else report.text())
+    return OK if report.healthy else FAULT
+
+
+def _run_doctor_kernels(json_option: str | bool | None) -> int:
+    from ddtree_jax import doctor
+
+    file = json_option if isinstance(json_option, str) else "kernels-report.json"
+    folder = os.path.dirname(file) or "."
+    # Told before minutes of measuring, not after.
+    if not file or file.endswith(".md") or os.path.isdir(file) or not os.access(folder, os.W_OK):
+        raise _UsageError(f"argument --json: cannot write {file!r}")
+    report = doctor.examine_kernels()
+    print(json.dumps(report.to_dict()) if json_option is True else report.text())
+    paths = report.write(file)
+    if json_option is not True:
+        print("wrote " + " and ".join(str(path) for path in paths))
     return OK if report.healthy else FAULT
 
 

@@ -19,6 +19,8 @@ from ddtree_jax.errors import one_line
 if TYPE_CHECKING:
     from ddtree_jax.capacity import Capacity
     from ddtree_jax.models.folders import Opened
+    from ddtree_jax.pallas.cases.base import Case
+    from ddtree_jax.pallas.kernel_report import KernelReport
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "orbax-checkpoint", "chex")
 # Package -> the extra that brings it, and what for.
@@ -80,6 +82,7 @@ def examine() -> Report:
         ("versions", _versions),
         ("devices", _devices),
         ("CUDA plugin", _cuda),
+        ("kernels", _kernels),
         ("demo pair", _demo),
     )
     findings: list[Finding] = []
@@ -147,6 +150,29 @@ def examine_folders(
     opened = [folder for folder in (pair.target, pair.drafter) if folder is not None]
     capacity = estimate(pair.target, pair.drafter, context=context, batch=batch)
     return FolderReport(tuple(_folder(folder) for folder in opened), capacity)
+
+
+# Cases that do not fit are in the report as left out.
+_KERNELS_BUDGET_S = 1200.0
+
+
+def examine_kernels(progress: Callable[[str], None] = lambda text: None) -> "KernelReport":
+    """Checks the numbers of every kernel on this machine, and times it.
+
+    Raises:
+      UnsupportedRequestError: no kernel runs on this machine.
+    """
+    from ddtree_jax.errors import UnsupportedRequestError
+    from ddtree_jax.pallas.backend import current_platform, require_kernels
+    from ddtree_jax.pallas.cases.registry import load_registry
+    from ddtree_jax.pallas.kernel_report import measure_kernels
+
+    platform = current_platform()
+    try:
+        require_kernels(platform)
+    except NotImplementedError as error:
+        raise UnsupportedRequestError(f"--kernels {error}") from None
+    return measure_kernels(load_registry(), platform, budget_s=_KERNELS_BUDGET_S, progress=progress)
 
 
 def _folder(opened: "Opened") -> tuple[tuple[str, str], ...]:
@@ -236,8 +262,45 @@ def _cuda() -> list[Finding]:
 def _jax_triton() -> Finding:
     version = _version("jax-triton")
     if version is None:
-        return Finding("jax-triton", f"not available: not installed; {_CUDA_EXTRA}", "info")
-    return Finding("jax-triton", f"{version} (no kernel of this version uses it yet)")
+        value = f"not available: not installed; needed for native FP4 products on Blackwell only: {_CUDA_EXTRA}"
+        return Finding("jax-triton", value, "info")
+    return Finding("jax-triton", f"{version}, for native FP4 products on Blackwell")
+
+
+def _kernels() -> list[Finding]:
+    """Which implementation of each operation this machine takes for a representative call, and why not the others."""
+    from ddtree_jax.pallas.backend import current_platform
+    from ddtree_jax.pallas.cases.registry import load_registry
+    from ddtree_jax.pallas.dispatch import REFERENCE
+
+    registry = load_registry()
+    platform = current_platform()
+    findings = []
+    for name, op in registry.ops.items():
+        case = next((case for case in registry.cases if case.op == name), None)
+        if case is None:
+            continue
+        reasons = op.explain(*_shapes(case), platform=platform, **case.static)
+        taken = next((one for one in op.names(platform) if reasons[one] is None), None)
+        others = [
+            f"{one}: {reason or 'by name only'}"
+            for one, reason in reasons.items()
+            if one != taken and (reason or one != REFERENCE)
+        ]
+        because = f" ({'; '.join(others)})" if others else ""
+        if taken is None:
+            findings.append(Finding(f"kernel {name}", f"not available: nothing serves {case.name}{because}", "bad"))
+        elif taken == REFERENCE and others:
+            findings.append(Finding(f"kernel {name}", f"not available: plain JAX serves{because}", "info"))
+        else:
+            findings.append(Finding(f"kernel {name}", f"{taken}{because}"))
+    return findings
+
+
+def _shapes(case: "Case") -> tuple[Any, ...]:
+    import jax
+
+    return jax.eval_shape(case.make, jax.random.key(0))
 
 
 def _demo() -> list[Finding]:

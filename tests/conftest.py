@@ -26,6 +26,14 @@ def compiles_quickly(config: pytest.Config) -> bool:
     return re.search(r"\bnot slow\b", config.getoption("markexpr")) is not None and not _gpu_chosen(config)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-compilers",
+        metavar="DIR",
+        help="folder of `sh .ci/gpu-compilers DIR`: kernels are compiled for three GPUs, of which none need be here",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX up before any test module is imported: strict, and on the CPU unless gpu tests are chosen."""
     jax.config.update("jax_disable_most_optimizations", compiles_quickly(config))

@@ -76,7 +76,11 @@ def test_a_gpu_that_jax_uses(library, installed, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     found = by_name(doctor.examine())
     assert found["CUDA plugin"] == doctor.Finding("CUDA plugin", "jax-cuda13-plugin 0.12")
-    assert "ddtree-jax[cuda]" in found["jax-triton"].value
+    assert "ddtree-jax[cuda]" in found["jax-triton"].value and "FP4" in found["jax-triton"].value
+    assert found["jax-triton"].status == "info"
+    installed["jax-triton"] = "0.4.1"
+    found = by_name(doctor.examine())
+    assert found["jax-triton"] == doctor.Finding("jax-triton", "0.4.1, for native FP4 products on Blackwell")
 
 
 def test_every_package_of_every_extra_is_looked_for(library, installed, no_driver):

@@ -17,7 +17,8 @@ class Case:
     Attributes:
       op: key of `api.OPS`.
       name: which shape of which model, for example "glm5 dense_down, 16 rows".
-      make: key -> the call's arrays (a tuple of pytrees), random, all in the dtypes that are served.
+      make: key -> the call's arrays (a tuple of pytrees), random, all in the dtypes that are served. It is
+        traced, for the shapes without the arrays.
       static: keyword arguments of the call.
       traffic: bytes that must move at least: weights, caches and activations, each read or written once.
       flops: operations that must be done at least (a multiply-add counts two).
@@ -28,6 +29,9 @@ class Case:
       baselines: name -> function of the same arrays that does the same work in plain XLA, for the table.
       rotate: indices of the arguments whose bytes are to come from memory and not from the L2 cache; the benchmark
         keeps several copies of them.
+      carries: index in the result (a tuple) -> index of the argument that it takes the place of, for an operation that
+        changes a cache in place: the benchmark feeds it into the next call, where a second use of the argument would
+        cost a copy of it.
     """
 
     op: str
@@ -41,3 +45,4 @@ class Case:
     check: Callable[[tuple[Any, ...], Any], float] | None = None
     baselines: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     rotate: tuple[int, ...] = ()
+    carries: Mapping[int, int] = dataclasses.field(default_factory=dict)
