@@ -11,6 +11,19 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
+class Baseline:
+    """What is put beside a case and needs arrays of its own, such as the weights in another format.
+
+    run: function of the arrays of `make`. make, traffic, rotate: as for `Case`.
+    """
+
+    run: Callable[..., Any]
+    make: Callable[[jax.Array], tuple[Any, ...]]
+    traffic: int
+    rotate: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One call of an operation at a real shape.
 
@@ -26,7 +39,8 @@ class Case:
       exact: the arrays of `make` -> the result in float64 on the host, or None where an exact check is made in
         another way (`check`).
       check: (arrays, result) -> relative error, in place of `exact`: for results too large to work out whole.
-      baselines: name -> function of the same arrays that does the same work in plain XLA, for the table.
+      baselines: name -> function of the same arrays that does the same work in plain XLA, for the table; or a
+        `Baseline`, where that needs other arrays.
       rotate: indices of the arguments whose bytes are to come from memory and not from the L2 cache; the benchmark
         keeps several copies of them.
       carries: index in the result (a tuple) -> index of the argument that it takes the place of, for an operation that
@@ -43,6 +57,6 @@ class Case:
     tolerance: float = 1e-2
     exact: Callable[..., np.ndarray] | None = None
     check: Callable[[tuple[Any, ...], Any], float] | None = None
-    baselines: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    baselines: Mapping[str, Callable[..., Any] | Baseline] = dataclasses.field(default_factory=dict)
     rotate: tuple[int, ...] = ()
     carries: Mapping[int, int] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,104 @@
+"""NVFP4 products of GLM-5: every linear shape at one row count, and the large ones at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax.pallas.arg_specs import GLM5_LINEARS, Linear
+from ddtree_jax.pallas.cases.base import Baseline, Case
+from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid
+
+SWEPT = ("dense_gate_up", "dense_down", "shared_gate_up")
+SWEPT_ROWS = (16, 1, 2, 9, 32, 64, 128, 256)
+CHECKED_COLUMNS = 2 * ROWS
+
+
+def random_weight(key: jax.Array, lead: tuple[int, ...], k: int, parts: int, width: int) -> GridWeight:
+    """Random codes and scales 2^-6..2^-2, a factor of 1: outputs of about the size of the inputs."""
+    blocks, steps = parts * -(-width // ROWS), -(-k // STEP)
+    codes, scales = jax.random.split(key)
+    bits = jax.random.bits(codes, (*lead, blocks, steps, 2, ROWS, GROUPS), jnp.uint32)
+    return GridWeight(
+        words=jax.lax.bitcast_convert_type(bits, jnp.int32),
+        scales=jax.random.randint(scales, (*lead, blocks, steps, ROWS, GROUPS), 32, 64, jnp.uint8),
+        factors=jnp.full((*lead, blocks), 4 * k**-0.5, jnp.float32),
+        k=k,
+        parts=parts,
+        width=width,
+    )
+
+
+def _arrays(key: jax.Array, rows: int, linear: Linear, dtype: Any) -> tuple[Any, ...]:
+    x, w = jax.random.split(key)
+    weight = random_weight(w, (), linear.k, 1, linear.n)
+    return jax.random.normal(x, (rows, linear.k), dtype), weight
+
+
+def _error(arrays: tuple[Any, ...], result: Any) -> float:
+    """Relative error in the first and the last columns, in float64."""
+    x, weight = jax.device_get(arrays)
+    out, wrong, total = np.asarray(result), 0.0, 0.0
+    for blocks in (slice(0, 2), slice(weight.num_blocks - 2, None)):
+        some = dataclasses.replace(
+            weight,
+            words=weight.words[blocks],
+            scales=weight.scales[blocks],
+            factors=weight.factors[blocks],
+            width=CHECKED_COLUMNS,
+        )
+        # Products of codes, scales and factors are exact in float32 up to one rounding.
+        plain = np.asarray(decode_grid(some, jnp.float32), np.float64)[:, 0]
+        first = blocks.start * ROWS
+        got = out[:, 0, first : first + CHECKED_COLUMNS].astype(np.float64)
+        want = (np.asarray(x).astype(np.float64) @ plain)[:, : got.shape[1]]
+        wrong, total = wrong + np.sum(np.square(got - want)), total + np.sum(np.square(want))
+    return float(np.sqrt(wrong / total)) if np.all(np.isfinite(out)) else float("inf")
+
+
+def _bfloat16_arrays(key: jax.Array, rows: int, linear: Linear) -> tuple[jax.Array, jax.Array]:
+    x, w = jax.random.split(key)
+    return (
+        jax.random.normal(x, (rows, linear.k), jnp.bfloat16),
+        jax.random.normal(w, (linear.k, linear.n), jnp.bfloat16),
+    )
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _case(name: str, rows: int, dtype: Any = jnp.bfloat16) -> Case:
+    linear = GLM5_LINEARS[name]
+    size = jnp.dtype(dtype).itemsize
+    activations = size * rows * (linear.n + linear.k)
+    bfloat16 = Baseline(
+        _product,
+        functools.partial(_bfloat16_arrays, rows=rows, linear=linear),
+        2 * linear.n * linear.k + activations,
+        rotate=(1,),
+    )
+    return Case(
+        op="nvfp4_matmul",
+        name=f"glm5 {name}, {rows} rows" + ("" if dtype == jnp.bfloat16 else f", {jnp.dtype(dtype).name}"),
+        make=functools.partial(_arrays, rows=rows, linear=linear, dtype=dtype),
+        static={"out_dtype": dtype},
+        traffic=linear.n * linear.k * 9 // 16 + activations,
+        flops=2 * rows * linear.n * linear.k,
+        tolerance=1e-2 if dtype == jnp.bfloat16 else 1e-5,
+        check=_error,
+        baselines={"bfloat16 weights": bfloat16} if dtype == jnp.bfloat16 else {},
+        rotate=(1,),
+    )
+
+
+CASES = (
+    *(_case(name, rows) for name in SWEPT for rows in SWEPT_ROWS),
+    *(_case(name, 17) for name in GLM5_LINEARS if name not in SWEPT),
+    _case("shared_gate_up", 17, jnp.float32),
+)
