@@ -23,6 +23,8 @@ from ddtree_jax.pallas.backend import Platform, dot, load, store, triton_call
 LOG2_E = math.log2(math.e)
 # The running maximum starts finite: masked scores are -inf, and -inf - -inf would be NaN.
 _LOWEST = -1e30
+# Elements that one block of the merge has in flight: 4 warps hold no more in registers.
+_MOST_MERGED = 32768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Tiles:
       per_core: blocks that fit on a streaming multiprocessor at once; more splits are made to fill them.
       min_tiles: fewest key tiles that are worth a split of their own.
       splits: their number, or None: chosen by `num_splits`.
-      merge_rows: rows of a tile of the merge.
+      merge_rows: rows of a tile of the merge, at most.
       apart: the products of the scores in a branch of their own, see `attend`.
     """
 
@@ -232,6 +234,10 @@ def merge(
 ) -> jax.Array:  # fmt: skip
     """[B, rows, N] of `dtype` from the parts of `finish`; a split without tiles has written nothing and is not read."""
     splits, batch, rows, width = parts[0].shape
+    merge_rows = tiles.merge_rows
+    while merge_rows > 1 and merge_rows * width * splits > _MOST_MERGED:
+        merge_rows //= 2
+    tiles = dataclasses.replace(tiles, merge_rows=merge_rows)
 
     def count(length: jax.Array) -> jax.Array:
         _, total, chunk = _chunk(length, tiles, splits, block_tiles)
