@@ -31,7 +31,7 @@ class Tiles:
 
     Attributes:
       digits: bits that each counting pass settles, from the top; 3 to 6 a pass.
-      lanes, steps: a program counts steps x lanes columns; at most 15 steps, for counters of 4 bits.
+      lanes, steps: a program counts steps x lanes columns, a power of two; at most 15 steps, for counters of 4 bits.
       counting_warps, gathering_warps: warps of a program of a counting pass, and of one that writes columns down.
       class_size: columns of the last class that one program holds at a time; more of them cost passes over the row.
       final_warps: warps of that program.
@@ -101,6 +101,8 @@ def select_top_k_indices_digits(
     own = block_scores.shape[-1]
     rows, total = batch * tokens, slots + own
     tiles = select_tiles(total, platform) if tiles is None else tiles
+    if tiles.columns & (tiles.columns - 1) or tiles.steps > 15 or not all(3 <= width <= 6 for width in tiles.digits):
+        raise ValueError(f"tiles: got {tiles}; see its attributes for what is allowed")
     if own > tiles.columns:
         raise NotImplementedError(f"needs at most {tiles.columns} block columns; got {own}")
     if total >= 2**30:
@@ -235,7 +237,7 @@ def _histogram(ref, row, first, limit, steps: int, low, digit: _Digit, tiles: Ti
         value = jax.lax.shift_right_logical(distance, jnp.full_like(keys, digit.shift)) & (digit.values - 1)
         one = jax.lax.shift_left(jnp.ones_like(keys), (value & 7) * 4)
         for i in range(len(words)):
-            words[i] += jnp.where(inside & (value // 8 == i), one, 0)
+            words[i] += jnp.where(inside & (value >> 3 == i), one, 0)
     values = jnp.arange(digit.values, dtype=jnp.int32)
     counts = jnp.zeros((digit.values,), jnp.int32)
     for i, word in enumerate(words):
@@ -402,17 +404,30 @@ def _finish_kernel(
 
         parts = (prefix_ref, plan.slots, 0), (own_ref, plan.own, plan.slots)
 
-        def count(reaches):
-            total = jnp.int32(0)
+        def over_row(add, carry):
             for ref, limit, _ in parts:
 
-                def add(chunk, total, ref=ref, limit=limit):
-                    return total + jnp.sum(reaches(part(ref, chunk, limit)).astype(jnp.int32))
+                def step(chunk, carry, ref=ref, limit=limit):
+                    return add(carry, part(ref, chunk, limit))
 
-                total = jax.lax.fori_loop(0, pl.cdiv(limit, held), add, total)
-            return total
+                carry = jax.lax.fori_loop(0, pl.cdiv(limit, held), step, carry)
+            return carry
 
-        threshold = largest(lambda trial: count(lambda distance: distance >= trial))
+        def count(reaches):
+            return over_row(lambda total, distance: total + jnp.sum(reaches(distance).astype(jnp.int32)), jnp.int32(0))
+
+        def extend(carry, distance):
+            least, most = carry
+            inside = jnp.where(distance >= 0, distance, np.int32(1 << bits))
+            return jnp.minimum(least, jnp.min(inside)), jnp.maximum(most, jnp.max(distance))
+
+        # One value for all of them is the likeliest case.
+        least, most = over_row(extend, (jnp.int32(1 << bits), jnp.int32(-1)))
+        threshold = jax.lax.cond(
+            least == most,
+            lambda: most,
+            lambda: largest(lambda trial: count(lambda distance: distance >= trial)),
+        )
         carry = taken - count(lambda distance: distance > threshold), jnp.int32(0)
         for ref, limit, offset in parts:
 
