@@ -38,6 +38,7 @@ def check(compilers):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("platform", ["b200", "rtx_pro_6000", "h200"])
 def test_products_of_codes(check, platform, tmp_path):
     """Every case compiles with the instructions of `CODE`, and no platform takes another's program."""
