@@ -12,7 +12,7 @@ from flax import nnx
 from ddtree_jax.models.linear import GridKernel, Linear, PackedKernel
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.pallas.choice import KernelChoice
-from ddtree_jax.pallas.nvfp4_grid import SHIFTED, make_grid
+from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, make_grid
 
 
 def with_kernels(model: Any, choice: KernelChoice) -> Any:
@@ -61,6 +61,7 @@ def _arrays(kernel: PackedKernel) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _grid(codes: jax.Array, scales: jax.Array, factor: jax.Array, stacked: bool, choice: KernelChoice) -> GridKernel:
-    weight = make_grid(codes, scales, factor, arrangement=SHIFTED)
+    arrangement = BYTES if choice.platform.converts_fp4 else SHIFTED
+    weight = make_grid(codes, scales, factor, arrangement=arrangement)
     layer = jnp.arange(codes.shape[0], dtype=jnp.int32) if stacked else None
     return GridKernel(weight, layer, choice)

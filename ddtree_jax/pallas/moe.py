@@ -41,11 +41,9 @@ class Tiles:
         return f"r{self.rows}_{order}_w{self.num_warps}_p{self.num_stages}_j{self.join}_s{self.down_splits}"
 
 
-def choose_tiles(rows: int, platform: Platform) -> Tiles:
+def choose_tiles(platform: Platform) -> Tiles:
     """The tile table, measured on one H200 (benchmarks/RESULTS.md)."""
     small = platform.shared_memory < 200_000
-    if rows == 1:
-        return Tiles(1, weights_first=True, num_stages=2 if small else 3, join=2)
     return Tiles(16, num_stages=2 if small else 3, join=4)
 
 
@@ -120,7 +118,7 @@ def moe_triton(
     if x.shape[0] > MAX_ROWS:
         raise NotImplementedError(f"{x.shape[0]} rows; the kernels are made for up to {MAX_ROWS}")
     if tiles is None:
-        tiles = choose_tiles(x.shape[0], platform)
+        tiles = choose_tiles(platform)
     if layer is None:
         gate_up, down = (jax.tree.map(lambda a: a[None], w) for w in (gate_up, down))
         layer = jnp.int32(0)

@@ -11,29 +11,29 @@ from ddtree_jax.models.quant import GROUP
 from ddtree_jax.pallas.backend import Platform, dot, inline_asm
 from ddtree_jax.pallas.nvfp4_grid import BYTES, CODE_BITS, SHIFTED, code_values, group_codes, scale_values
 
-# Codes decode to value * 2^-126 (their bits, in place, as bfloat16) and scales to value * 2^119; the product is exact
-# in bfloat16 (6 significant bits) and neither overflows nor is subnormal.
-_SHIFTED_RESTORE = 2.0**7
+# Scales decode to value * 2^119 and codes to value * 2^-126 (SHIFTED: their bits, in place, as bfloat16) or value * 2^-112
+# (BYTES: the bits of a float16, moved to where bfloat16 has them). The product is exact in bfloat16 (6 significant bits)
+# and neither overflows nor is subnormal.
+_RESTORE = {SHIFTED: 2.0**7, BYTES: 2.0**-7}
 
 
 def restore(platform: Platform, arrangement: str) -> float:
     """What an accumulated product must be multiplied with, besides the weight's own factor."""
-    return 1.0 if platform.interpret or arrangement == BYTES else _SHIFTED_RESTORE
+    return 1.0 if platform.interpret else _RESTORE[arrangement]
 
 
-def scale_pairs(scales: jax.Array, platform: Platform, arrangement: str) -> jax.Array:
+def scale_pairs(scales: jax.Array, platform: Platform) -> jax.Array:
     """Scale bytes uint8[ROWS, G] as the bfloat16 factors that `weights` takes."""
     if platform.interpret:
         return scale_values(scales).astype(jnp.bfloat16)
-    # Bytes to the low halves' bits 4..11, then the exponent offset: 0x7600 for 2^119, 0x3A80 for 1.
-    offset = 0x76007600 if arrangement == SHIFTED else 0x3A803A80
-    asm = f"""
-    {{
+    # Bytes to bits 4..11 of the halves, then the exponent offset.
+    asm = """
+    {
         .reg .b32 t;
         prmt.b32 t, $1, 0, 0x4140;
         shl.b32 t, t, 4;
-        add.u32 $0, t, {offset};
-    }}
+        add.u32 $0, t, 0x76007600;
+    }
     """
     return inline_asm(asm, scales, constraints="=r,r", pack=2, dtype=jnp.bfloat16)
 
@@ -76,8 +76,15 @@ def _shifted(register: str, position: int) -> str:
 
 
 def _converted(register: str, position: int) -> str:
-    """PTX that converts the two codes of byte `position` by hardware; bfloat16 holds every value exactly."""
-    raise NotImplementedError("hardware conversion: not wired yet")
+    """PTX that converts the codes of both groups, byte `position`, by hardware to float16, and moves their bits."""
+    return f"""
+        .reg .b8 y0, y1, y2, y3;
+        mov.b32 {{y0, y1, y2, y3}}, {register};
+        cvt.rn.f16x2.e2m1x2 a, y{position};
+        shr.u32 b, a, 3;
+        and.b32 b, b, 0x0FFF0FFF;
+        lop3.b32 a, a, 0x80008000, b, 0xEA;
+    """
 
 
 def accumulate(
@@ -103,7 +110,7 @@ def accumulate(
       weights_first: the weights are the left operand of the product.
       join: places that go into one product, 1, 2 or 4.
     """
-    factors = scale_pairs(scales, platform, arrangement)
+    factors = scale_pairs(scales, platform)
     for n in range(GROUP // join):
         own = [weights(words[i // 8], factors, i, platform, arrangement) for i in range(n * join, (n + 1) * join)]
         w = _interleave(own).reshape(own[0].shape[0], -1)

@@ -54,7 +54,7 @@ def choose_tiles(rows: int, num_blocks: int, num_steps: int, platform: Platform)
     if rows <= 16:
         return Tiles(16, splits=splits, join=4)
     if rows <= 32:
-        return Tiles(32, splits=splits, weights_first=True, num_stages=2 if small else 3)
+        return Tiles(32, splits=splits, num_stages=2 if small else 3, join=4)
     return Tiles(64, splits=splits, weights_first=True, num_stages=2)
 
 
