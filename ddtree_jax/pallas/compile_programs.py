@@ -39,6 +39,7 @@ _PTXAS_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, 
 _PTXAS_REGISTERS = re.compile(r"Used (\d+) registers")
 _OPAQUE = re.compile(r'opaque = "((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(rb"\\([0-9A-F]{2}|.)", re.DOTALL)
+_NUMBER = re.compile(r"\d+")
 _ERROR_CHARACTERS = 1000
 
 
@@ -184,11 +185,13 @@ def pallas_name(equation: Any) -> str | None:
 def tile_fingerprint(jaxpr: Any) -> str:
     """Equal for programs whose kernels do the same things to tiles of the same shapes and dtypes.
 
-    The shapes of whole arrays, grids and trip counts are left out: they change no code but its constants.
+    The shapes of whole arrays, grids and trip counts are left out, and with them the numbers in names: they change no
+    code but its constants.
     """
     parts: set[str] = set()
     for equation in kernel_equations(jaxpr):
-        parts.add(f"{equation.primitive.name} {pallas_name(equation)} {equation.params.get('compiler_params')}")
+        name = _NUMBER.sub("#", pallas_name(equation) or "")
+        parts.add(f"{equation.primitive.name} {name} {equation.params.get('compiler_params')}")
         inner = list(_inner(equation))
         for one in inner:
             parts.update(_tiles(one))

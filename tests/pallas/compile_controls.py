@@ -37,7 +37,7 @@ def product(x, w, *, platform, block=64, stages=2):
     shape = jax.ShapeDtypeStruct((m, n), F32)
     call = triton_call(
         body,
-        name="control_product",
+        name=f"control_product_{m}_{n}",
         platform=platform,
         grid=(m // block, n // block),
         out_shape=shape,

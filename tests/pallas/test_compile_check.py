@@ -37,7 +37,7 @@ def fingerprint(m, k, n, **options):
     specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n))]
     traced = jax.jit(lambda x, w: product(x, w, platform=H200, **options)).trace(*specs)
     (equation,) = compile_programs.kernel_equations(traced.jaxpr)
-    assert compile_programs.pallas_name(equation) == "control_product"
+    assert compile_programs.pallas_name(equation) == f"control_product_{m}_{n}"
     return compile_programs.tile_fingerprint(traced.jaxpr)
 
 
@@ -60,7 +60,7 @@ def test_kernels_inside_inner_programs_and_loops_are_found():
 
     jaxpr = jax.make_jaxpr(outer)(jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)).jaxpr
     assert [compile_programs.pallas_name(one) for one in compile_programs.kernel_equations(jaxpr)] == [
-        "control_product"
+        "control_product_64_64"
     ]
     plain = jax.make_jaxpr(jnp.tanh)(jnp.zeros(3)).jaxpr
     assert list(compile_programs.kernel_equations(plain)) == []

@@ -84,9 +84,9 @@ def test_a_good_kernel_passes_and_is_named(controls, platform):
     for program in (first, other_tiles):
         assert (program["status"], program["detail"]) == ("ok", "")
         assert program["sm"] == [TARGETS[platform].sm]
-        assert program["kernels"] == ["control_product"]
+        assert program["kernels"] == ["control_product_64_128"]
         assert program["custom_calls"] == ["__gpu$xla.gpu.triton"]
-        used = program["resources"]["control_product"]
+        used = program["resources"]["control_product_64_128"]
         assert used["registers"] > 16 and used["spill_stores"] == used["spill_loads"] == 0
     assert first["resources"] != other_tiles["resources"]
     # Other arrays, and the same tiles: not compiled again.
