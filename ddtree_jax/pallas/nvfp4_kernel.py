@@ -11,9 +11,9 @@ from ddtree_jax.models.quant import GROUP
 from ddtree_jax.pallas.backend import Platform, dot, inline_asm
 from ddtree_jax.pallas.nvfp4_grid import BYTES, CODE_BITS, SHIFTED, code_values, group_codes, scale_values
 
-# Scales decode to value * 2^119 and codes to value * 2^-126 (SHIFTED: their bits, in place, as bfloat16) or value * 2^-112
-# (BYTES: the bits of a float16, moved to where bfloat16 has them). The product is exact in bfloat16 (6 significant bits)
-# and neither overflows nor is subnormal.
+# Scales decode to value * 2^119, codes to value * 2^-126 (SHIFTED: their bits, in place, as bfloat16) or value * 2^-112
+# (BYTES: the bits of a float16, moved to where bfloat16 has them). The product is exact in bfloat16 (6 significant
+# bits) and neither overflows nor is subnormal.
 _RESTORE = {SHIFTED: 2.0**7, BYTES: 2.0**-7}
 
 
