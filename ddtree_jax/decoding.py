@@ -18,8 +18,10 @@ from ddtree_jax.models.dflash2 import PairProposal
 from ddtree_jax.models.glm5 import causal_mask
 from ddtree_jax.models.pair import StaticModel, propose, propose_pairs
 from ddtree_jax.models.sharding import settle
+from ddtree_jax.pallas.choice import KernelChoice
 from ddtree_jax.sampling import SamplingParams, choose_tokens
 from ddtree_jax.tree import (
+    NO_NODE,
     DraftTree,
     RoundFunctions,
     RoundOutput,
@@ -366,16 +368,24 @@ def round_functions(
     def commit(
         cache: Cache, draft_cache: Cache | None, verified: Verified, node_ids: jax.Array, counts: jax.Array
     ) -> tuple[Cache, Cache | None]:
-        rows = gather_rows(verified.rows, node_ids, node_axis=2, batch_axis=1)
         places = in_order(plan, counts.shape[0]) if slots is None else slots
+        in_place = target.kernels.any and slots is None
         if drafter is not None:
             features = gather_rows(verified.features, node_ids, node_axis=1, batch_axis=0)
             lengths = cache.lengths if slots is None else jnp.take(cache.lengths, slots)
             positions = lengths[:, None] + jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None]
             with jax.named_scope("draft_context"):
                 context = drafter.context_rows(features, positions)
-            draft_cache = write_rows(draft_cache, context, counts, places)
-        written = write_rows(cache, rows, counts, places)
+            if in_place:
+                path = jnp.broadcast_to(jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None], node_ids.shape)
+                draft_cache = commit_in_place(target.kernels, draft_cache, context, path, counts)
+            else:
+                draft_cache = write_rows(draft_cache, context, counts, places)
+        if in_place:
+            written = commit_in_place(target.kernels, cache, verified.rows, node_ids, counts)
+        else:
+            rows = gather_rows(verified.rows, node_ids, node_axis=2, batch_axis=1)
+            written = write_rows(cache, rows, counts, places)
         return write_states(written, verified.states, counts, node_ids, slots), draft_cache
 
     def grammar_rows(tree: DraftTree) -> jax.Array:
@@ -398,6 +408,14 @@ def round_functions(
         advance=advance if plan.grammar == "table" else None,
         algorithm=plan.algorithm,
     )
+
+
+def commit_in_place(kernels: KernelChoice, cache: Cache, rows: Any, node_ids: jax.Array, counts: jax.Array) -> Cache:
+    """Appends the first `counts[b]` rows that `node_ids` int32[B, D + 1] names; rows: leaves [R, B, N, width]."""
+    kept = jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None] < counts[:, None]
+    committed = jnp.where(kept, node_ids, NO_NODE)
+    written = kernels.run("commit_rows", cache.rows, rows, committed, cache.lengths)
+    return dataclasses.replace(cache, rows=written, lengths=cache.lengths + counts)
 
 
 def in_order(plan: Plan, batch: int) -> jax.Array | None:

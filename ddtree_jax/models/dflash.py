@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ddtree_jax.models.cache import Cache
+from ddtree_jax.models.cache import Cache, StackedRows
 from ddtree_jax.models.config import DFlashConfig
 from ddtree_jax.models.dflash2 import BlockConv, CandidateSelector
 from ddtree_jax.models.layers import RMSNorm, einsum, masked_softmax, rope_angles, rope_half_split
 from ddtree_jax.models.linear import Linear, SwiGLU
+from ddtree_jax.pallas.choice import KernelChoice
 
 
 class DraftAttention(nnx.Module):
@@ -34,6 +35,7 @@ class DraftAttention(nnx.Module):
         self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
         self.kv_heads, self.head_dim = c.num_key_value_heads, c.head_dim
+        self.kernels = KernelChoice()
 
     def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> dict[str, jax.Array]:
         """x: [B, M, D], projected features or normed block rows. Leaves [B, M, Hkv * hd], k rotated."""
@@ -42,13 +44,20 @@ class DraftAttention(nnx.Module):
         k = rope_half_split(k, cos[:, :, None], sin[:, :, None])
         return {"k": k.reshape(*x.shape[:2], self.kv_heads * self.head_dim), "v": v}
 
-    def __call__(
-        self, x: jax.Array, context: dict[str, jax.Array], mask: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> jax.Array:
-        """x: [B, T, D] normed block rows; context leaves [B, M, Hkv * hd]; mask: bool[B, T, M + T]."""
+    def __call__(self, x: jax.Array, context: dict[str, Any], mask: Any, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """x: [B, T, D] normed block rows; context leaves [B, M, Hkv * hd]; mask: bool[B, T, M + T].
+
+        With kernels the context leaves are `StackedRows`, and the mask is a pair: int32[B] valid rows of the context,
+        of which all are visible, and bool[B, T, T].
+        """
         b, t, _ = x.shape
         q = self.q_norm(self.q(x).reshape(b, t, -1, self.head_dim))
         q = rope_half_split(q, cos[:, :, None], sin[:, :, None])
+        if isinstance(context["k"], StackedRows):
+            (lengths, inner), own, past = mask, self.keys_values(x, cos, sin), context["k"]
+            args = (q, past.rows, context["v"].rows, past.layer, lengths, own["k"], own["v"], inner)
+            out = self.kernels.run("gqa_attention", *args, scale=self.head_dim**-0.5)
+            return self.o(out.reshape(b, t, -1))
         q = q.reshape(b, t, self.kv_heads, -1, self.head_dim)
         parts = [context, self.keys_values(x, cos, sin)]
         split = lambda a: a.reshape(b, a.shape[1], self.kv_heads, self.head_dim)  # noqa: E731
@@ -75,9 +84,7 @@ class DraftLayer(nnx.Module):
         self.attention_conv = None if c.conv is None else BlockConv(c, dtype=dtype, rngs=rngs)
         self.mlp_conv = None if c.conv is None else BlockConv(c, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, h: jax.Array, context: dict[str, jax.Array], mask: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> jax.Array:
+    def __call__(self, h: jax.Array, context: dict[str, Any], mask: Any, cos: jax.Array, sin: jax.Array) -> jax.Array:
         def attention(x: jax.Array) -> jax.Array:
             return self.attention(x, context, mask, cos, sin)
 
@@ -106,6 +113,7 @@ class DFlash(nnx.Module):
         self.layers = create(rngs)
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
         self.selector = None if c.selector is None else CandidateSelector(c, dtype=dtype, rngs=rngs)
+        self.kernels = KernelChoice()
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """Zeros for context keys and values of `capacity` committed tokens."""
@@ -141,6 +149,7 @@ class DFlash(nnx.Module):
         context_positions: jax.Array,
         context_mask: jax.Array,
         block_mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
     ) -> jax.Array:
         """Runs block rows through the layers.
 
@@ -153,6 +162,7 @@ class DFlash(nnx.Module):
           context_mask: bool[B, 1 or T, M], True = context column visible to the row.
           block_mask: bool[B, T, T], which rows may see which at all; None: one block, all see all. A causal layer
             and a sliding window narrow it further.
+          lengths: int32[B], where context_mask shows each row the first so many columns: kernels can then be used.
 
         Returns:
           [B, T, D] after the final norm, ready for the target's head.
@@ -171,16 +181,21 @@ class DFlash(nnx.Module):
         cos, sin = rope_angles(positions, c.head_dim, c.rope_theta)
         graphdef, params = nnx.split(self.layers)
         plain = not any(c.causal) and not any(c.windows)
+        kernels = self.kernels.any and plain and lengths is not None
+        whole, context = (context, None) if kernels else (None, context)
 
         def body(h: jax.Array, xs: Any) -> tuple[jax.Array, None]:
-            params, context, window, causal = xs
+            params, context, window, causal, layer = xs
             mask = visible
-            if not plain:
+            if kernels:
+                context, mask = {name: StackedRows(rows, layer) for name, rows in whole.items()}, (lengths, inner)
+            elif not plain:
                 mask &= (jnp.abs(distance) < window) & ((distance >= 0) | ~causal)
             return nnx.merge(graphdef, params)(h, context, mask, cos, sin), None
 
         h = (embeddings * c.input_embedding_scale).astype(self.fc.kernel.dtype)
-        h, _ = jax.lax.scan(body, h, (params, context, window, causal))
+        layers = jnp.arange(c.num_hidden_layers, dtype=jnp.int32)
+        h, _ = jax.lax.scan(body, h, (params, context, window, causal, layers))
         return self.norm(h)
 
     def draft(self, cache: Cache, block_embeddings: jax.Array) -> jax.Array:
@@ -194,7 +209,9 @@ class DFlash(nnx.Module):
         positions = cache.lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
         context_mask = (slots < cache.lengths[:, None])[:, None]
         context_positions = jnp.broadcast_to(slots, (b, cache.capacity))
-        hidden = self.block_hidden(block_embeddings, positions, cache.rows, context_positions, context_mask)
+        hidden = self.block_hidden(
+            block_embeddings, positions, cache.rows, context_positions, context_mask, lengths=cache.lengths
+        )
         return hidden[:, 1:]
 
     def scale_logits(self, logits: jax.Array) -> jax.Array:

@@ -96,7 +96,7 @@ def triton_call(
     specs = {} if in_specs is None else {"in_specs": in_specs}
     specs |= {} if out_specs is None else {"out_specs": out_specs}
     params = pallas_triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         name=name,
         grid=grid,
@@ -106,6 +106,15 @@ def triton_call(
         compiler_params=None if platform.interpret else params,
         **specs,
     )
+
+    def checked(*operands: jax.Array) -> Any:
+        for operand in operands:
+            # The lowering counts elements in 32 bits up to 2^32 bytes, so arrays of bytes overflow between the two.
+            if 2**31 <= operand.size <= 2**32 // operand.dtype.itemsize and operand.dtype.itemsize == 1:
+                raise NotImplementedError(f"{operand.dtype}{list(operand.shape)}: offsets from 2^31 to 2^32 overflow")
+        return call(*operands)
+
+    return checked
 
 
 def load(ref: Any, *, mask: jax.Array | None = None, other: Any = None) -> jax.Array:
