@@ -32,20 +32,28 @@ UNROLLED, FEW, MANY, REPEATS = 8, 4, 24, 5
 BYTES_PER_US, FLOPS_PER_US = 4.1e6, 790e6
 
 
-def looped(call: Callable[..., Any], trips: int) -> Callable[..., Any]:
-    """A jitted function that makes trips * UNROLLED dependent calls; `call(i, arrays, last result)` -> result."""
+def looped(call: Callable[..., Any], chained: bool) -> Callable[..., Any]:
+    """A jitted function that makes trips * UNROLLED dependent calls; `call(u, arrays, last result)` -> result.
 
-    def run(arrays, result):
-        def body(i, result):
+    chained: the calls use the last result, and write into it. Of others, each waits for the one before and every result
+    is used, so that nothing is hoisted, merged or left out.
+    """
+    once = jax.jit(call)  # traced once, not UNROLLED times
+
+    def run(trips, arrays, result):
+        def body(_, carry):
+            result, total = carry
+            now, parts = arrays, []
             for u in range(UNROLLED):
-                # The barrier ties each call to the one before: nothing is hoisted, merged or left out.
-                tied, result = jax.lax.optimization_barrier((arrays, result))
-                result = call(i * UNROLLED + u, tied, result)
-            return result
+                if not chained:
+                    now, result = jax.lax.optimization_barrier((now, result))
+                    parts.append(jax.tree.leaves(result)[0].ravel()[0].astype(jnp.float32))
+                result = once(jnp.int32(u), now, result)
+            return result, total + sum(parts, jnp.float32(0))
 
-        return jax.lax.fori_loop(0, trips, body, result)
+        return jax.lax.fori_loop(0, trips, body, (result, jnp.float32(0)))
 
-    return jax.jit(run, donate_argnums=1)
+    return jax.jit(run, donate_argnums=2)
 
 
 class Timer:
@@ -56,28 +64,29 @@ class Timer:
 
     def add(self, name: str, call: Callable[..., Any], arrays: Any, start: Any = None, floor_us: float = 0.0) -> None:
         """start: the first result; None: zeros of what `call` returns."""
+        chained = start is not None
         try:
-            if start is None:
+            if not chained:
                 shapes = jax.eval_shape(functools.partial(call, jnp.int32(0)), arrays, None)
                 start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            short, long = (looped(call, n).lower(arrays, start).compile() for n in (FEW, MANY))
+            program = looped(call, chained).lower(jnp.int32(FEW), arrays, start).compile()
         except Exception as error:  # a variant that does not compile is a result too
             print(f"{name:78s} FAILED: {str(error).splitlines()[0][:100]}", flush=True)
             return
-        self.entries.append((name, short, long, (arrays, start), floor_us))
+        self.entries.append((name, program, arrays, start, floor_us))
 
     def report(self) -> None:
-        for name, short, long, (arrays, result), floor_us in self.entries:
+        for name, program, arrays, result, floor_us in self.entries:
             times = {}
-            for program in (short, long):
+            for trips in (jnp.int32(FEW), jnp.int32(MANY)):
                 taken = []
                 for _ in range(REPEATS + 1):
                     jax.block_until_ready(result)
                     began = time.perf_counter()
-                    result = jax.block_until_ready(program(arrays, result))
+                    result, _ = jax.block_until_ready(program(trips, arrays, result))
                     taken.append(time.perf_counter() - began)
-                times[program] = np.median(taken[1:])
-            us = (times[long] - times[short]) / (MANY - FEW) / UNROLLED * 1e6
+                times[int(trips)] = np.median(taken[1:])
+            us = (times[MANY] - times[FEW]) / (MANY - FEW) / UNROLLED * 1e6
             share = f"   floor {floor_us:6.1f} us = {100 * floor_us / us:4.0f} %" if floor_us else ""
             print(f"{name:78s} {us:9.1f} us{share}", flush=True)
         self.entries.clear()
@@ -121,9 +130,9 @@ def scores(timer: Timer) -> None:
             if name == "triton" or big:
                 checked(f"{case.name} {name}", case, arrays, run)
 
-            def call(i, arrays, last, run=run):
+            def call(u, arrays, last, run=run):
                 q, weights, cache, _, *rest = arrays
-                return run(q, weights, cache, i % cache.shape[0], *rest)  # layers in turn: the keys come from memory
+                return run(q, weights, cache, u % cache.shape[0], *rest)  # layers in turn: the keys come from memory
 
             timer.add(f"{case.name} {name}", call, arrays, floor_us=floor(case))
         timer.report()
@@ -135,7 +144,7 @@ def scores(timer: Timer) -> None:
     reference = functools.partial(OPS["indexer_scores"].implementations["reference"], platform=platform)
     arrays = case.make(jax.random.key(0))
     checked(f"{case.name} reference", case, arrays, reference)
-    timer.add(f"{case.name} reference", lambda i, a, last: reference(*a), arrays)
+    timer.add(f"{case.name} reference", lambda u, a, last: reference(*a), arrays)
     timer.report()
 
 
@@ -168,9 +177,9 @@ def select(timer: Timer) -> None:
             run = functools.partial(run, k=k, platform=platform)
             if "(" not in name or "204800" in case.name:
                 checked(f"{case.name} {name}", case, arrays, run)
-            timer.add(f"{case.name} {name}", lambda i, a, last, run=run: run(*a), arrays, floor_us=floor(case))
+            timer.add(f"{case.name} {name}", lambda u, a, last, run=run: run(*a), arrays, floor_us=floor(case))
         for name, run in case.baselines.items():
-            timer.add(f"{case.name} {name}", lambda i, a, last, run=run: run(*a), arrays)
+            timer.add(f"{case.name} {name}", lambda u, a, last, run=run: run(*a), arrays)
         timer.report()
     run = functools.partial(variants["digits"], k=2048, platform=platform)
     for name, prefix in (
@@ -182,7 +191,7 @@ def select(timer: Timer) -> None:
         arrays = prefix.astype(jnp.float32), jnp.zeros((1, 17, 17))
         case = next(case for case in indexer_cases.CASES if "selection, 17 rows, 204800" in case.name)
         checked(f"{name}, 17 rows, 204800 slots", case, arrays, run)
-        timer.add(f"{name}, 17 rows, 204800 slots", lambda i, a, last: run(*a), arrays)
+        timer.add(f"{name}, 17 rows, 204800 slots", lambda u, a, last: run(*a), arrays)
     timer.report()
 
 
@@ -194,7 +203,7 @@ def vocab(timer: Timer) -> None:
         for name in ("block_descent", "reference"):
             run = functools.partial(OPS[case.op], implementation=name, **case.static)
             checked(f"{case.name} {name}", case, arrays, run)
-            timer.add(f"{case.name} {name}", lambda i, a, last, run=run: run(*a), arrays, floor_us=floor(case))
+            timer.add(f"{case.name} {name}", lambda u, a, last, run=run: run(*a), arrays, floor_us=floor(case))
     timer.report()
     for rows, k in ((15, 64), (65, 32), (65, 64), (15, 256)):
         logits = np.random.default_rng(k).integers(0, 5, size=(rows, 154880)).astype(np.float32)
@@ -209,7 +218,7 @@ def argmax(timer: Timer) -> None:
             continue
         arrays, run = case.make(jax.random.key(0)), functools.partial(OPS[case.op])
         checked(case.name, case, arrays, run)
-        timer.add(case.name, lambda i, a, last, run=run: run(*a), arrays, floor_us=floor(case))
+        timer.add(case.name, lambda u, a, last, run=run: run(*a), arrays, floor_us=floor(case))
     timer.report()
 
 
@@ -229,8 +238,8 @@ def choose(timer: Timer) -> None:
     for name, (mode, keywords) in settings.items():
         params = SamplingParams.create(1, **keywords)
 
-        def call(i, arrays, last, mode=mode):
-            return choose_tokens(arrays[0], arrays[1], jnp.full((1,), i, jnp.int32), arrays[2], mode=mode, max_depth=8)
+        def call(u, arrays, last, mode=mode):
+            return choose_tokens(arrays[0], arrays[1], jnp.full((1,), u, jnp.int32), arrays[2], mode=mode, max_depth=8)
 
         timer.add(f"choose_tokens {name}", call, (logits, depths, params))
     timer.report()
@@ -249,7 +258,7 @@ def tree(timer: Timer) -> None:
             print(f"check build_tree, budget {budget}, {kind}: {'ok' if same else 'DIFFERS'}", flush=True)
             for cap in (32, None):
 
-                def call(i, arrays, last, budget=budget, cap=cap):
+                def call(u, arrays, last, budget=budget, cap=cap):
                     return build_tree(*arrays, budget=budget, candidate_cap=cap)
 
                 timer.add(f"build_tree, budget {budget}, {kind}, candidate_cap {cap}", call, (logits, roots))
@@ -276,9 +285,9 @@ def commit(timer: Timer) -> None:
             run = functools.partial(run, platform=platform)
             checked(f"{case.name} {name}", case, arrays, run)
 
-            def call(i, arrays, caches, run=run):
+            def call(u, arrays, caches, run=run):
                 new_rows, node_ids, lengths = arrays
-                return run(caches, new_rows, node_ids, jnp.maximum(lengths - i, 0))
+                return run(caches, new_rows, node_ids, lengths - u % 2)
 
             # The caches are the carry: donated, and written in place or not at all quickly.
             timer.add(f"{case.name} {name}", call, arrays[1:], jax.tree.map(jnp.copy, arrays[0]), floor(case))

@@ -7,10 +7,13 @@ the logits as the operand of a branch (`lax.cond`), which is written to memory w
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.pallas.backend import Platform
+if TYPE_CHECKING:
+    from ddtree_jax.pallas.backend import Platform
 
 
 def clean_logits(logits: jax.Array) -> jax.Array:

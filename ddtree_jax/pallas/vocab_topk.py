@@ -5,16 +5,20 @@ maxima made of plain XLA operations, which is an order of magnitude faster on a 
 tokens and more.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ddtree_jax.pallas.backend import Platform
+if TYPE_CHECKING:
+    from ddtree_jax.pallas.backend import Platform
 
 IMPLEMENTATIONS = ("top_k", "block_descent")
 
