@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import BLACKWELL_RTX, HOPPER, Platform, load, store, triton_call
+from ddtree_jax.pallas.backend import BLACKWELL_RTX, Platform, load, store, triton_call
 from ddtree_jax.pallas.split_attention import (
     Tiles,
     attend,
@@ -41,7 +41,7 @@ def mla_tiles(q: Any, rank: int, platform: Platform) -> Tiles:
     if small:
         return Tiles(16 if rows <= 32 else 64, 64, block_keys, num_warps=4, num_stages=2, per_core=2)
     # 72 KB of queries and two buffers of 72 KB of keys: the accumulator takes half of all registers.
-    return Tiles(64, 64, block_keys, num_warps=8, num_stages=2, apart=platform.generation == HOPPER)
+    return Tiles(64, 64, block_keys, num_warps=8, num_stages=2, apart=True)
 
 
 def _check(q: Any, rank: int) -> None:
@@ -159,7 +159,7 @@ def mla_selected_tiles(q: Any, rank: int, platform: Platform) -> Tiles:
     rows = 16 if heads <= 16 else 64
     if small or rows == 16:
         return Tiles(rows, 32, 32, num_warps=4, num_stages=2)
-    return Tiles(rows, 64, 32, num_warps=8, num_stages=2, apart=platform.generation == HOPPER)
+    return Tiles(rows, 64, 32, num_warps=8, num_stages=2, apart=True)
 
 
 def _selected_kernel(
