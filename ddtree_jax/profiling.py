@@ -51,7 +51,7 @@ def round_breakdown(
     """
     member = SpeculativeAlgorithm.parse(algorithm)
     plan, weights = decoding.make_plan(engine, member, budget, "greedy")
-    state, sampling = _state(engine, plan, weights, batch, prompt_tokens, max_new_tokens)
+    state, sampling = random_state(engine, plan, weights, batch, prompt_tokens, max_new_tokens)
     empty = jnp.zeros((0,), jnp.int32)
 
     def functions(weights: decoding.Weights) -> Any:
@@ -111,7 +111,7 @@ def _context(plan: decoding.Plan) -> Callable[..., Any]:
     return context
 
 
-def _state(
+def random_state(
     engine: Engine, plan: decoding.Plan, weights: decoding.Weights, batch: int, prompt_tokens: int, new: int
 ) -> tuple[Any, SamplingParams]:
     """A state after prefill of random prompts."""
