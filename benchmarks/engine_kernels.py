@@ -39,8 +39,6 @@ from ddtree_jax.pallas.choice import AUTO, KERNELS, choose_kernels
 from ddtree_jax.profiling import random_state, round_breakdown
 
 DENSE_LAYERS, MOE_LAYERS, DRAFT_LAYERS = 3, 4, 5
-# Kernels by the first part of their name in the program.
-KERNEL_NAMES = ("nvfp4_matmul", "moe_", "mla_", "gqa_", "attention", "index", "select", "commit_rows")
 
 
 def slice_engine(dtype: str) -> Engine:
@@ -84,8 +82,10 @@ def kernels_in_round(engine: Engine, budget: int) -> list[str]:
     plan, weights = decoding.make_plan(engine, SpeculativeAlgorithm.DDTREE, budget, "greedy")
     state, sampling = random_state(engine, plan, weights, 1, 128, 32)
     program = decoding.round_step.lower(plan, weights, state, sampling, jnp.zeros((0,), jnp.int32)).compile().as_text()
-    words = re.findall(r'name\\?"?\s*[:=]\s*\\?"([A-Za-z][A-Za-z0-9_.]*)', program)
-    return sorted({word for word in words if word.startswith(KERNEL_NAMES)})
+    lines = [line for line in program.splitlines() if 'custom_call_target="__gpu$xla.gpu.triton"' in line]
+    words = [word for line in lines for word in re.findall(r'\bname = \\*"([A-Za-z]\w*)', line)]
+    # Without the tile sizes that end a name: moe_down_r16_xw_..., nvfp4_matmul_4096_...
+    return sorted({re.sub(r"_[a-z]?\d.*", "", word) for word in words})
 
 
 def measure_pair(name: str, args: argparse.Namespace) -> dict[str, Any]:
