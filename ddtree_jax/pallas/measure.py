@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from ddtree_jax.pallas.backend import HOPPER, Platform
-from ddtree_jax.pallas.cases.base import Case
+from ddtree_jax.pallas.cases.base import WHOLE, Case
 
 # The rotated copies together are this many times the L2 cache.
 _L2_MULTIPLE = 4
@@ -170,6 +170,8 @@ def loop_program(run: Run, case: Case, plan: Plan) -> Run:
     def split(result: Any) -> tuple[dict[int, Any], Any]:
         if not case.carries:
             return {}, result
+        if WHOLE in case.carries:
+            return {case.carries[WHOLE]: result}, ()
         handed_on = {argument: result[index] for index, argument in case.carries.items()}
         return handed_on, tuple(one for index, one in enumerate(result) if index not in case.carries)
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+WHOLE = -1  # in `Case.carries`, the result as a whole
+
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.pallas.arg_specs import GLM5_INDEX, GLM5_MLA
-from ddtree_jax.pallas.cases.base import Case
+from ddtree_jax.pallas.cases.base import WHOLE, Case
 
 # Layers of one stack, and whether they hold index keys: GLM-5.2 by `models.glm5.layer_plan`.
 STACKS = ((3, True), (3, False), (18, True), (18, False), (18, False), (18, False))
@@ -67,6 +67,8 @@ def _case(batch: int, slots: int) -> Case:
         flops=0,
         tolerance=0.0,
         check=_error,
+        rotate=(0,),
+        carries={WHOLE: 0},
     )
 
 
