@@ -31,8 +31,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """`add_model_options`, the hybrid gate's flag, several hosts, and progress."""
+    """`add_model_options`, kernels, the hybrid gate's flag, several hosts, and progress."""
     group = add_model_options(parser)
+    group.add_argument(
+        "--kernels",
+        default="auto",
+        metavar="CHOICE",
+        help="auto (default: the GPU kernels of this device, see `ddtree-jax doctor`) or reference (plain JAX)",
+    )
     group.add_argument(
         ALLOW_HYBRID_UNSAFE,
         dest="allow_hybrid_unsafe",
@@ -106,6 +112,7 @@ def load_engine(
         arguments.drafter,
         dtype=arguments.dtype,
         mesh=mesh,
+        kernels=arguments.kernels,
         allow_hybrid_unsafe=arguments.allow_hybrid_unsafe,
         progress=progress,
         check=check,

@@ -61,6 +61,12 @@ class ServerConfig:
         group="models",
         choices=("auto", "float32", "bfloat16"),
     )
+    kernels: str = _flag(
+        "auto",
+        "the GPU kernels of this device (auto), or plain JAX (reference)",
+        group="models",
+        choices=("auto", "reference"),
+    )
     mesh: str | None = _flag(
         None, "split over E x T devices: experts E ways, heads and widths T", group="models", metavar="ExT"
     )

@@ -83,6 +83,7 @@ def _open(config: ServerConfig) -> OpenedPair:
         drafter,
         dtype=config.dtype,
         mesh=None if sizes is None else make_mesh(*sizes),
+        kernels=config.kernels,
         allow_hybrid_unsafe=config.speculative_ddtree_allow_hybrid_unsafe,
     )
 

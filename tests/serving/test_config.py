@@ -33,6 +33,7 @@ OTHER = {
     "model-path": ("demo-nvfp4", '"demo-nvfp4"'),
     "served-model-name": ("name", '"name"'),
     "dtype": ("bfloat16", '"bfloat16"'),
+    "kernels": ("reference", '"reference"'),
     "mesh": ("1x2", '"1x2"'),
     "compilation-cache-dir": ("/x", '"/x"'),
     "speculative-algorithm": ("DFlash", '"DFlash"'),
@@ -109,6 +110,7 @@ def test_a_flag_without_a_value_is_on():
         (("--grace-period", "nan"), "got nan"),
         (("--grace-period", "-1"), "got -1"),
         (("--dtype", "int8"), "got 'int8', allowed is auto, float32, bfloat16"),
+        (("--kernels", "fast"), "got 'fast', allowed is auto, reference"),
         (("--log-level", "loud"), "got 'loud'"),
         (("--disable-radix-cache", "maybe"), "got 'maybe', allowed is true and false"),
         (
