@@ -206,7 +206,10 @@ def _kernel(
                 def _compute(which=which):
                     plgpu.set_max_registers(schedule.registers[0], action="increase")
                     plgpu.barrier_wait(shared["asked"])
-                    compute = _Compute(plgpu, which, shared, bias_ref, b * block + own * _TILE // heads, first, masked, scale)
+                    compute = _Compute(
+                        plgpu, which, shared, bias_ref, b * block + own * _TILE // heads, first, masked, scale,
+                        interpret is not None,
+                    )  # fmt: skip
                     acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
                     safe = jnp.where(total == 0.0, 1.0, total)
                     acc = acc / wide(safe, _HALF)
@@ -263,7 +266,8 @@ def _kernel(
 class _Compute:
     """A computing warpgroup, `which` of two; the one that holds columns [which * 256, which * 256 + 256)."""
 
-    def __init__(self, plgpu, which: int, shared, bias_ref, bias_row, first, masked, scale: float):
+    def __init__(self, plgpu, which: int, shared, bias_ref, bias_row, first, masked, scale, interpreted):
+        self.interpreted = interpreted
         self.plgpu, self.which, self.half, self.shared = plgpu, which, _HALVES[which], shared
         self.bias_ref, self.bias_row, self.first, self.masked, self.scale = bias_ref, bias_row, first, masked, scale
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
@@ -312,6 +316,12 @@ class _Compute:
         plgpu = self.plgpu
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
         keys = self.shared["k"]
+        if self.interpreted:
+            # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
+            given = keys["rope"].at[slot][...] if weights is None else weights
+            values = keys[self.half].at[slot][...]
+            plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
+            return acc + jnp.dot(given, values, preferred_element_type=jnp.float32)
 
         def product(ref):
             # Indexed in here: an index that is a constant of the outer program does not lower.
