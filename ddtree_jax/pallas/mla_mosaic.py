@@ -42,6 +42,7 @@ class Schedule:
     Attributes:
       seesaw: they compute the scores of every other tile and pass weights and maxima to each other through shared
         memory. Otherwise both compute all scores, half again as many products, and pass nothing.
+      overlap: in the seesaw, the second warpgroup weighs its scores while the values of the tile before are added.
       pair: two blocks of threads with different query rows form a cluster, in which each copies half of every key tile
         to both: half of the traffic from the L2 cache.
       splits: of the keys, or None: chosen by `split_attention.num_splits`.
@@ -49,6 +50,7 @@ class Schedule:
     """
 
     seesaw: bool = True
+    overlap: bool = True
     pair: bool = False
     splits: int | None = None
     registers: tuple[int, int] = (232, 40)
@@ -208,7 +210,7 @@ def _kernel(
                     plgpu.barrier_wait(shared["asked"])
                     compute = _Compute(
                         plgpu, which, shared, bias_ref, b * block + own * _TILE // heads, first, masked, scale,
-                        interpret is not None,
+                        schedule.overlap, interpret is not None,
                     )  # fmt: skip
                     acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
                     safe = jnp.where(total == 0.0, 1.0, total)
@@ -266,8 +268,8 @@ def _kernel(
 class _Compute:
     """A computing warpgroup, `which` of two; the one that holds columns [which * 256, which * 256 + 256)."""
 
-    def __init__(self, plgpu, which: int, shared, bias_ref, bias_row, first, masked, scale, interpreted):
-        self.interpreted = interpreted
+    def __init__(self, plgpu, which: int, shared, bias_ref, bias_row, first, masked, scale, overlap, interpreted):
+        self.overlap, self.interpreted = overlap, interpreted
         self.plgpu, self.which, self.half, self.shared = plgpu, which, _HALVES[which], shared
         self.bias_ref, self.bias_row, self.first, self.masked, self.scale = bias_ref, bias_row, first, masked, scale
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
@@ -308,27 +310,31 @@ class _Compute:
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
         return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
 
-    def add(self, acc: jax.Array, fade: jax.Array, weights: jax.Array | None, slot: Any) -> jax.Array:
-        """acc * fade + weights @ the values of this half; returns when shared memory has been read.
+    def add(
+        self, acc: jax.Array, fade: jax.Array, weights: jax.Array | None, slot: Any,
+        meanwhile: Callable[[], Any] = lambda: None,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """(acc * fade + weights @ the values of this half, what `meanwhile` gives while the product is under way).
 
-        `weights` None: those that the other warpgroup has left in the slot.
+        Shared memory has then been read. `weights` None: those that the other warpgroup has left in the slot.
         """
-        plgpu = self.plgpu
+        plgpu, keys = self.plgpu, self.shared["k"]
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
-        keys = self.shared["k"]
         if self.interpreted:
             # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
             given = keys["rope"].at[slot][...] if weights is None else weights
             values = keys[self.half].at[slot][...]
             plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
-            return acc + jnp.dot(given, values, preferred_element_type=jnp.float32)
+            acc = acc + jnp.dot(given, values, preferred_element_type=jnp.float32)
+            return acc, meanwhile()
 
         def product(ref):
-            # Indexed in here: an index that is a constant of the outer program does not lower.
-            given = keys["rope"].at[slot] if weights is None else weights
-            plgpu.wgmma(ref, given, keys[self.half].at[slot])
+            ref[...] = acc
+            plgpu.wgmma(ref, keys["rope"].at[slot] if weights is None else weights, keys[self.half].at[slot])
+            other = meanwhile()
+            return ref[...], other
 
-        return pl.run_state(product)(plgpu.ACC.init(acc))
+        return pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
     def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
@@ -337,7 +343,7 @@ class _Compute:
             acc, top, total = carry
             slot = lax.rem(i, jnp.int32(_SLOTS))
             weights, sums, top, fade = self.weigh(self.scores(i, slot), top)
-            acc = self.add(acc, fade, weights, slot)
+            acc, _ = self.add(acc, fade, weights, slot)
             for name in _PIECES:
                 self.plgpu.barrier_arrive(self.shared["free"][name].at[slot])
             return acc, top, total * fade + sums
@@ -361,15 +367,15 @@ class _Compute:
             new = plgpu.load(row.at[slot], layout=self.down)
             return new, jnp.exp2(top - new)
 
-        def theirs(acc, fade, slot):
+        def theirs(acc, fade, slot, meanwhile=lambda: None):
             plgpu.barrier_wait(shared["full"][self.half].at[slot])
-            acc = self.add(acc, fade, None, slot)
+            acc, other = self.add(acc, fade, None, slot, meanwhile)
             plgpu.barrier_arrive(shared["free"]["rope"].at[slot])
             plgpu.barrier_arrive(shared["free"][self.half].at[slot])
-            return acc
+            return acc, other
 
         def ours(acc, fade, weights, slot):
-            acc = self.add(acc, fade, weights, slot)
+            acc, _ = self.add(acc, fade, weights, slot)
             plgpu.barrier_arrive(shared["free"][self.half].at[slot])
             return acc
 
@@ -381,20 +387,28 @@ class _Compute:
                 give(0, weights, top)
                 return ours(acc, fade, weights, 0), top, total * fade + sums
             top, fade = take(0, top)
-            return theirs(acc, fade, 0), top, total * fade
+            return theirs(acc, fade, 0)[0], top, total * fade
 
         def two(j, carry):
             i = 2 * j
             if which == 0:
                 acc, top, total = first_alone(i, carry)
                 top, fade = take(1, top)
-                return theirs(acc, fade, 1), top, total * fade
+                return theirs(acc, fade, 1)[0], top, total * fade
             acc, top, total = carry
             scores = self.scores(i + 1, 1)
             top, early = take(0, top)
-            weights, sums, top, fade = self.weigh(scores, top)
-            give(1, weights, top)
-            acc = theirs(acc, early, 0)
+
+            def own_weights():
+                weights, sums, new, fade = self.weigh(scores, top)
+                give(1, weights, new)
+                return weights, sums, new, fade
+
+            if self.overlap:
+                acc, (weights, sums, top, fade) = theirs(acc, early, 0, own_weights)
+            else:
+                weights, sums, top, fade = own_weights()
+                acc, _ = theirs(acc, early, 0)
             return ours(acc, fade, weights, 1), top, total * early * fade + sums
 
         carry = lax.fori_loop(0, steps // 2, two, self.empty())
