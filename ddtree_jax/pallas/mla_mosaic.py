@@ -13,7 +13,6 @@ from there. Parts of the splits are merged by the Triton kernel that serves the 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +52,7 @@ class Schedule:
     overlap: bool = True
     pair: bool = False
     splits: int | None = None
-    registers: tuple[int, int] = (232, 40)
+    registers: tuple[int, int] = (240, 24)
 
 
 def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
@@ -121,9 +120,9 @@ def _masked_tiles(cache, layer, lengths, new, mask, block_tiles: int) -> tuple[j
     inside = jnp.pad(valid, ((0, 0), (0, block_tiles * _TILE)), constant_values=True)
     finite = jnp.isfinite(rows)
     clean = jnp.where(finite & inside[..., None], rows, jnp.zeros((), rows.dtype))
-    seen = jnp.concatenate([jnp.broadcast_to(valid[:, None], (b, t, _TILE)), jnp.pad(mask, ((0, 0), (0, 0), (0, pad)))], -1)
+    seen = [jnp.broadcast_to(valid[:, None], (b, t, _TILE)), jnp.pad(mask, ((0, 0), (0, 0), (0, pad)))]
     value = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
-    return clean, jnp.where(seen, value[:, None], -jnp.inf).astype(jnp.float32)
+    return clean, jnp.where(jnp.concatenate(seen, axis=-1), value[:, None], -jnp.inf).astype(jnp.float32)
 
 
 def _kernel(
@@ -166,9 +165,7 @@ def _kernel(
                 plgpu.set_max_registers(schedule.registers[1], action="decrease")
                 at = pl.ds((b * query_tiles + own) * _TILE, _TILE)
                 for name, (start, width) in _PIECES.items():
-                    plgpu.copy_gmem_to_smem(
-                        q_ref.at[at, pl.ds(start, width)], shared["q"][name], shared["asked"]
-                    )
+                    plgpu.copy_gmem_to_smem(q_ref.at[at, pl.ds(start, width)], shared["q"][name], shared["asked"])
                 cached = (layer_ref[0] * batch + b) * slots
 
                 def copy(i, carry):
@@ -201,6 +198,14 @@ def _kernel(
                     return carry
 
                 lax.fori_loop(0, steps, copy, None)
+                if schedule.pair:
+                    # The other block arrives here for the last tiles, too: shared memory must not be gone by then.
+                    for slot in range(_SLOTS):
+
+                        @pl.when(steps > slot)
+                        def _last(slot=slot):
+                            for name in _PIECES:
+                                plgpu.barrier_wait(free[name].at[slot])
 
             for which in (0, 1):
 
@@ -412,7 +417,7 @@ class _Compute:
             return ours(acc, fade, weights, 1), top, total * early * fade + sums
 
         carry = lax.fori_loop(0, steps // 2, two, self.empty())
-        acc, top, total = lax.fori_loop(0, steps % 2, lambda _, carry: first_alone(steps - 1, carry), carry)
+        acc, top, total = lax.cond(steps % 2 == 1, lambda *c: first_alone(steps - 1, c), lambda *c: c, *carry)
         # Each has summed the weights of its own tiles.
         return acc, top, self.sum_of_both(total)
 
