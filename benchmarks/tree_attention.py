@@ -3,6 +3,7 @@
     python benchmarks/tree_attention.py                      # every op, the shapes of pallas/cases/tree_attention.py
     python benchmarks/tree_attention.py --op mla --match 8k  # some of them
     python benchmarks/tree_attention.py --defaults           # only the tiles that the library chooses
+    python benchmarks/tree_attention.py --op mla --only mosaic  # the schedules of the Mosaic kernel
 
 A time is the slope over trips of a device loop whose body calls the kernel CALLS times on caches of different layers,
 so that neither the host nor the L2 cache is measured; about 1 us of it chains the calls. `roof` is the larger of
@@ -22,6 +23,7 @@ from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import current_platform
 from ddtree_jax.pallas.cases.base import Case
 from ddtree_jax.pallas.cases.tree_attention import CASES
+from ddtree_jax.pallas.mla_mosaic import Schedule, mla_mosaic
 from ddtree_jax.pallas.split_attention import Tiles
 
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.1e12, 790e12
@@ -51,6 +53,13 @@ def candidates(op: str, rows: int) -> list[Tiles]:
     base += [Tiles(64, 64, 32, 4, stages, per_core=2, merge_rows=8) for stages in (2, 3)]
     base += [Tiles(64, 128, 32, 4, 2, per_core=2, merge_rows=8), Tiles(128, 64, 32, 4, 2, merge_rows=8)]
     return base + [dataclasses.replace(base[1], merge_rows=rows) for rows in (2, 32)]
+
+
+def schedules(rows: int) -> list[Schedule]:
+    """Of the Mosaic kernel: the variants, then splits for one, two and more waves of blocks."""
+    base = [Schedule(), Schedule(pair=True), Schedule(overlap=False), Schedule(seesaw=False)]
+    splits = {17: (7, 15), 65: (2, 4)}.get(rows, ())
+    return base + [dataclasses.replace(one, splits=n) for n in splits for one in base[:2]]
 
 
 def seconds(call: Callable, arrays: tuple, case: Case) -> float:
@@ -90,8 +99,9 @@ def seconds(call: Callable, arrays: tuple, case: Case) -> float:
 
 
 def measure(case: Case, name: str, call: Callable, arrays: tuple, roof: float) -> None:
+    call = jax.jit(call)  # traced and lowered once, and not for each of CALLS
     try:
-        error = case.check(arrays, jax.jit(call)(*arrays))
+        error = case.check(arrays, call(*arrays))
         taken = seconds(call, arrays, case)
     except Exception as failure:  # one choice that does not compile must not end the table
         print(f"    {name:<62} {type(failure).__name__}: {str(failure).splitlines()[0][:90]}", flush=True)
@@ -114,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--op", choices=[*OPS_BY_FLAG, "all"], default="all")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--defaults", action="store_true", help="only the tiles that the library chooses")
+    parser.add_argument("--only", choices=["triton", "mosaic"], help="variants of one implementation")
     parser.add_argument("--no-xla", action="store_true", help="leave the plain XLA baseline out")
     args = parser.parse_args(argv)
     platform = current_platform()
@@ -126,11 +137,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{case.name}: roof {roof * 1e6:.1f} us\n    {'tiles':<62} {'us':>9} {'of roof':>9} {'error':>10}")
         op = OPS[case.op]
         measure(case, "chosen", lambda *a, o=op, c=case: o(*a, implementation="triton", **c.static), arrays, roof)
-        if not args.defaults:
+        if not args.defaults and args.only != "mosaic":
             for tiles in candidates(case.op, arrays[0].shape[1]):
                 kernel = KERNELS[case.op]
                 static = dict(case.static, platform=platform, tiles=tiles)
                 measure(case, describe(tiles), lambda *a, k=kernel, s=static: k(*a, **s), arrays, roof)
+        if case.op == "mla_attention" and args.only != "triton":
+            for one in schedules(arrays[0].shape[1])[: 1 if args.defaults else None]:
+                static = dict(case.static, platform=platform, schedule=one)
+                name = " ".join(f"{k}={v}" for k, v in dataclasses.asdict(one).items() if v != getattr(Schedule(), k))
+                measure(case, f"mosaic {name}", lambda *a, s=static: mla_mosaic(*a, **s), arrays, roof)
         if not args.no_xla:
             for name, baseline in case.baselines.items():
                 measure(case, name, baseline, arrays, roof)

@@ -35,7 +35,11 @@ OPS: dict[str, Op] = {
         _op("moe", {TRITON: moe.moe_triton, REFERENCE: moe.moe_reference}),
         _op(
             "mla_attention",
-            {TRITON: tree_attention.mla_attention_triton, REFERENCE: tree_attention.mla_attention_reference},
+            {
+                TRITON: tree_attention.mla_attention_triton,
+                "mosaic": tree_attention.mla_attention_mosaic,
+                REFERENCE: tree_attention.mla_attention_reference,
+            },
         ),
         _op(
             "mla_attention_selected",

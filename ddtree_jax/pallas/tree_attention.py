@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ddtree_jax.pallas.backend import Platform
 from ddtree_jax.pallas.gqa_kernels import gqa_triton
 from ddtree_jax.pallas.mla_kernels import mla_selected_triton, mla_triton
+from ddtree_jax.pallas.mla_mosaic import mla_mosaic
 
 
 def _check_mla(q, cache, layer, lengths, new, *, rank: int) -> None:
@@ -126,6 +127,16 @@ def mla_attention_triton(
     _check_mla(q, cache, layer, lengths, new, rank=rank)
     _check_mask(q, mask)
     return mla_triton(q, cache, layer, lengths, new, mask, rank=rank, scale=scale, platform=platform)
+
+
+def mla_attention_mosaic(
+    q: jax.Array, cache: jax.Array, layer: jax.Array, lengths: jax.Array, new: jax.Array, mask: jax.Array, *,
+    rank: int, scale: float, platform: Platform,
+) -> jax.Array:  # fmt: skip
+    """As `mla_attention_reference`, a split-prefix kernel for Hopper; bfloat16, multiples of 64 heads, rank 512."""
+    _check_mla(q, cache, layer, lengths, new, rank=rank)
+    _check_mask(q, mask)
+    return mla_mosaic(q, cache, layer, lengths, new, mask, rank=rank, scale=scale, platform=platform)
 
 
 def mla_attention_selected_reference(

@@ -1,0 +1,429 @@
+"""`mla_attention` in Mosaic GPU for Hopper: tree attention of GLM-5's latent rows, 512 of rank and 64 of rope.
+
+A block of threads takes 64 query rows (heads of one block row) and one split of the keys. Queries stay in shared
+memory; a warpgroup copies tiles of 64 keys into two slots by TMA, and two warpgroups compute. Each of these holds half
+of the output's columns, for 64 x 512 sums do not fit the registers of one. A tile is cut into the columns of the two
+halves and the rope, so that a piece is refilled as soon as its last reader is done.
+
+The tiles that need a mask or hold rows that nobody may read are few: the last one of the prefix and those of the
+block. XLA gathers and cleans them into an array of their own, with the bias of their scores, and the kernel reads them
+from there. Parts of the splits are merged by the Triton kernel that serves the other attention kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ddtree_jax.pallas.backend import HOPPER, Platform
+from ddtree_jax.pallas.split_attention import LOG2_E, Tiles, cdiv, merge, num_splits, parts_shape, split_range
+
+RANK, ROPE = 512, 64
+_TILE = 64  # query rows, and keys: the M side of wgmma, and what two slots of shared memory hold
+_HALF = RANK // 2
+_SLOTS = 2
+_LOWEST = -1e30  # as in split_attention: finite, so that -inf - _LOWEST is no NaN
+# Pieces of a row by their first column and width, in the order in which a slot becomes free.
+_PIECES = {"left": (0, _HALF), "rope": (RANK, ROPE), "right": (_HALF, _HALF)}
+_HALVES = ("left", "right")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the two computing warpgroups share the work.
+
+    Attributes:
+      seesaw: they compute the scores of every other tile and pass weights and maxima to each other through shared
+        memory. Otherwise both compute all scores, half again as many products, and pass nothing.
+      overlap: in the seesaw, the second warpgroup weighs its scores while the values of the tile before are added.
+      pair: two blocks of threads with different query rows form a cluster, in which each copies half of every key tile
+        to both: half of the traffic from the L2 cache.
+      splits: of the keys, or None: chosen by `split_attention.num_splits`.
+      registers: of a thread that computes, and of one that copies.
+    """
+
+    seesaw: bool = True
+    overlap: bool = True
+    pair: bool = False
+    splits: int | None = None
+    registers: tuple[int, int] = (240, 24)
+
+
+def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
+    if platform.generation != HOPPER:
+        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
+    if q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"dtype {q.dtype}: bfloat16 only")
+    if (rank, q.shape[-1] - rank) != (RANK, ROPE):
+        raise NotImplementedError(f"rank {rank} and rope {q.shape[-1] - rank}: {RANK} and {ROPE} only")
+    if q.shape[2] % _TILE or not q.shape[1]:
+        raise NotImplementedError(f"{q.shape[1]} rows of {q.shape[2]} heads: a multiple of {_TILE} heads only")
+    if cache.shape[2] < _TILE:
+        raise NotImplementedError(f"a cache of {cache.shape[2]} slots: {_TILE} or more only")
+
+
+def mla_mosaic(
+    q, cache, layer, lengths, new, mask, *, rank: int, scale: float, platform: Platform,
+    schedule: Schedule | None = None, interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """`tree_attention.mla_attention` on Mosaic GPU.
+
+    `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
+    interpreted.
+    """
+    _check(q, cache, rank, platform)
+    schedule = Schedule() if schedule is None else schedule
+    b, t, heads, c = q.shape
+    rows, block_tiles = t * heads, cdiv(t, _TILE)
+    cluster = 2 if schedule.pair else 1
+    groups = cdiv(rows // _TILE, cluster)
+    tiles = Tiles(_TILE, _TILE, _TILE, num_warps=4, num_stages=1, splits=schedule.splits)
+    key_tiles = cdiv(cache.shape[2], _TILE) + block_tiles
+    splits = num_splits(tiles, query_tiles=groups * cluster * b, key_tiles=key_tiles, platform=platform)
+    extra, bias = _masked_tiles(cache, layer, lengths, new, mask, block_tiles)
+    if platform.interpret and interpret is None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        interpret = plgpu.InterpretGPUParams()
+    run = _kernel(
+        batch=b, block=t, heads=heads, slots=cache.shape[2], splits=splits, tiles=tiles, schedule=schedule,
+        scale=scale, interpret=interpret if platform.interpret else None,
+    )  # fmt: skip
+    values, weights = run(
+        layer.reshape(1), lengths, q.reshape(b * rows, c), cache.reshape(-1, c), extra.reshape(-1, c),
+        bias.reshape(b * t, -1),
+    )  # fmt: skip
+    shape = parts_shape(splits, b, rows, RANK)
+    parts = values.reshape(shape.values.shape), weights.reshape(shape.weights.shape)
+    out = merge(lengths, parts, q.dtype, name="mla_merge", tiles=tiles, platform=platform, block_tiles=block_tiles)
+    return out.reshape(b, t, heads, RANK)
+
+
+def _masked_tiles(cache, layer, lengths, new, mask, block_tiles: int) -> tuple[jax.Array, jax.Array]:
+    """The last tile of each prefix and the block's tiles, finite: bf16 [B, (1 + block_tiles) * 64, C], and the bias of
+    their scores, float32 [B, T, (1 + block_tiles) * 64]: 0, -inf where a row does not see the column, NaN where it sees
+    one that is not finite.
+    """
+    b, t, _ = new.shape
+    at = (cdiv(lengths, _TILE) - 1)[:, None] * _TILE + jnp.arange(_TILE, dtype=jnp.int32)[None]
+    valid = (at >= 0) & (at < lengths[:, None])
+    index = jnp.where(valid, at, 0)
+    tail = cache[layer, jnp.arange(b, dtype=jnp.int32)[:, None], index]
+    pad = block_tiles * _TILE - t
+    rows = jnp.concatenate([tail, jnp.pad(new, ((0, 0), (0, pad), (0, 0)))], axis=1)
+    inside = jnp.pad(valid, ((0, 0), (0, block_tiles * _TILE)), constant_values=True)
+    finite = jnp.isfinite(rows)
+    clean = jnp.where(finite & inside[..., None], rows, jnp.zeros((), rows.dtype))
+    seen = [jnp.broadcast_to(valid[:, None], (b, t, _TILE)), jnp.pad(mask, ((0, 0), (0, 0), (0, pad)))]
+    value = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
+    return clean, jnp.where(jnp.concatenate(seen, axis=-1), value[:, None], -jnp.inf).astype(jnp.float32)
+
+
+def _kernel(
+    *, batch: int, block: int, heads: int, slots: int, splits: int, tiles: Tiles, schedule: Schedule, scale: float,
+    interpret: Any,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:  # fmt: skip
+    """(layer [1], lengths [B], q [B * rows, C], cache [R * B * S, C], extra, bias [B * T, columns]) -> parts.
+
+    Parts are float32 [splits * B * rows, rank] and [splits * B * rows]; those of splits without tiles stay unwritten.
+    """
+    # Where kernels are built only: it costs an import of a second that other platforms need not pay.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    query_tiles, block_tiles = block * heads // _TILE, cdiv(block, _TILE)
+    cluster = 2 if schedule.pair else 1
+    rows = block * heads
+
+    def wide(x: jax.Array, columns: int) -> jax.Array:
+        return lax.broadcast_in_dim(x, (_TILE, columns), [0])
+
+    def body(layer_ref, lengths_ref, q_ref, cache_ref, extra_ref, bias_ref, values_ref, weights_ref, shared):
+        split, b = lax.axis_index("split"), lax.axis_index("batch")
+        tile = lax.axis_index("tile")
+        if schedule.pair:
+            tile = tile * 2 + lax.axis_index("pair")
+        # The second of the last pair may have no rows: it copies its half of the keys and writes nothing.
+        own = jnp.minimum(tile, query_tiles - 1)
+        length = lengths_ref[b]
+        span = split_range(length, split, tiles, splits, block_tiles)
+        first = span.prefix[0] + span.block[0]
+        steps = span.prefix[1] + span.block[1] - first
+        masked = cdiv(length, _TILE) - 1  # the first tile that is read from `extra`
+        group = lax.axis_index("group")
+        full, free = shared["full"], shared["free"]
+
+        @pl.when(span.some)
+        def _():
+            @pl.when(group == 2)
+            def _copy():
+                plgpu.set_max_registers(schedule.registers[1], action="decrease")
+                at = pl.ds((b * query_tiles + own) * _TILE, _TILE)
+                for name, (start, width) in _PIECES.items():
+                    plgpu.copy_gmem_to_smem(q_ref.at[at, pl.ds(start, width)], shared["q"][name], shared["asked"])
+                cached = (layer_ref[0] * batch + b) * slots
+
+                def copy(i, carry):
+                    slot = lax.rem(i, jnp.int32(_SLOTS))
+                    step = first + i
+
+                    def from_(ref, row, name):
+                        start, width = _PIECES[name]
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[pl.ds(row, _TILE), pl.ds(start, width)],
+                            shared["k"][name].at[slot],
+                            full[name].at[slot],
+                            collective_axes="pair" if schedule.pair else None,
+                        )
+
+                    for name in _PIECES:
+
+                        @pl.when(i >= _SLOTS)
+                        def _wait(name=name):
+                            plgpu.barrier_wait(free[name].at[slot])
+
+                        @pl.when(step < masked)
+                        def _prefix(name=name):
+                            from_(cache_ref, cached + step * _TILE, name)
+
+                        @pl.when(step >= masked)
+                        def _extra(name=name):
+                            from_(extra_ref, (b * (1 + block_tiles) + step - masked) * _TILE, name)
+
+                    return carry
+
+                lax.fori_loop(0, steps, copy, None)
+                if schedule.pair:
+                    # The other block arrives here for the last tiles, too: shared memory must not be gone by then.
+                    for slot in range(_SLOTS):
+
+                        @pl.when(steps > slot)
+                        def _last(slot=slot):
+                            for name in _PIECES:
+                                plgpu.barrier_wait(free[name].at[slot])
+
+            for which in (0, 1):
+
+                @pl.when(group == which)
+                def _compute(which=which):
+                    plgpu.set_max_registers(schedule.registers[0], action="increase")
+                    plgpu.barrier_wait(shared["asked"])
+                    compute = _Compute(
+                        plgpu, which, shared, bias_ref, b * block + own * _TILE // heads, first, masked, scale,
+                        schedule.overlap, interpret is not None,
+                    )  # fmt: skip
+                    acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
+                    safe = jnp.where(total == 0.0, 1.0, total)
+                    acc = acc / wide(safe, _HALF)
+                    at = pl.ds(((split * batch + b) * query_tiles + own) * _TILE, _TILE)
+
+                    @pl.when(tile < query_tiles)
+                    def _write():
+                        values_ref.at[at, pl.ds(which * _HALF, _HALF)][...] = acc
+                        if which == 0:
+                            weights_ref.at[at][...] = top + jnp.log(safe) * LOG2_E
+
+    def pieces(*leading: int) -> dict[str, Any]:
+        transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+        return {
+            name: plgpu.SMEM((*leading, _TILE, width), jnp.bfloat16, transforms=transforms)
+            for name, (_, width) in _PIECES.items()
+        }
+
+    readers = 1 if schedule.seesaw else 2
+
+    def free_barrier() -> Any:
+        if schedule.pair:
+            return plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=readers, num_barriers=_SLOTS)
+        return plgpu.Barrier(num_arrivals=readers, num_barriers=_SLOTS)
+
+    count = splits * batch * rows
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((count, RANK), jnp.float32), jax.ShapeDtypeStruct((count,), jnp.float32)),
+        grid=(cdiv(query_tiles, cluster), splits, batch),
+        grid_names=("tile", "split", "batch"),
+        **({"cluster": (2,), "cluster_names": ("pair",)} if schedule.pair else {}),
+        num_threads=3,
+        thread_name="group",
+        kernel_name="mla_attention_mosaic",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        scratch_types=dict(
+            shared={
+                "q": pieces(),
+                "k": pieces(_SLOTS),
+                "row": plgpu.SMEM((_SLOTS, _TILE), jnp.float32),
+                "sums": plgpu.SMEM((2, _TILE), jnp.float32),
+                "asked": plgpu.Barrier(num_arrivals=len(_PIECES)),
+                "full": {name: plgpu.Barrier(num_barriers=_SLOTS) for name in _PIECES},
+                "free": {name: free_barrier() for name in _PIECES},
+                "ready": plgpu.Barrier(num_barriers=2),
+                "done": plgpu.Barrier(num_arrivals=2),
+            },
+        ),
+    )
+
+
+class _Compute:
+    """A computing warpgroup, `which` of two; the one that holds columns [which * 256, which * 256 + 256)."""
+
+    def __init__(self, plgpu, which: int, shared, bias_ref, bias_row, first, masked, scale, overlap, interpreted):
+        self.overlap, self.interpreted = overlap, interpreted
+        self.plgpu, self.which, self.half, self.shared = plgpu, which, _HALVES[which], shared
+        self.bias_ref, self.bias_row, self.first, self.masked, self.scale = bias_ref, bias_row, first, masked, scale
+        self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
+
+    def empty(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        cast = self.plgpu.layout_cast
+        return (
+            cast(jnp.zeros((_TILE, _HALF), jnp.float32), self.plgpu.Layout.WGMMA),
+            cast(jnp.full((_TILE,), _LOWEST, jnp.float32), self.down),
+            cast(jnp.zeros((_TILE,), jnp.float32), self.down),
+        )
+
+    def scores(self, step: jax.Array, slot: Any) -> jax.Array:
+        """float32 [64, 64] of a tile, times scale * log2(e), masked."""
+        plgpu, shared = self.plgpu, self.shared
+
+        def product(acc):
+            for name in _PIECES:
+                plgpu.barrier_wait(shared["full"][name].at[slot])
+                plgpu.wgmma(acc, shared["q"][name], shared["k"][name].at[slot].transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(product, plgpu.ACC((_TILE, _TILE), jnp.float32)) * (self.scale * LOG2_E)
+        column = (self.first + step - self.masked) * _TILE
+
+        def add_bias(scores):
+            bias = plgpu.load(
+                self.bias_ref.at[self.bias_row, pl.ds(column, _TILE)], layout=self.across, optimized=False
+            )
+            bias = lax.broadcast_in_dim(bias, (_TILE, _TILE), [1])
+            return jnp.where(bias == -jnp.inf, -jnp.inf, scores + bias)
+
+        return lax.cond(column >= 0, add_bias, lambda scores: scores, scores)
+
+    def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(weights bf16 [64, 64], their sums, the new maxima, what older sums fade by)."""
+        new = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
+        return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
+
+    def add(
+        self, acc: jax.Array, fade: jax.Array, weights: jax.Array | None, slot: Any,
+        meanwhile: Callable[[], Any] = lambda: None,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """(acc * fade + weights @ the values of this half, what `meanwhile` gives while the product is under way).
+
+        Shared memory has then been read. `weights` None: those that the other warpgroup has left in the slot.
+        """
+        plgpu, keys = self.plgpu, self.shared["k"]
+        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+        if self.interpreted:
+            # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
+            given = keys["rope"].at[slot][...] if weights is None else weights
+            values = keys[self.half].at[slot][...]
+            plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
+            acc = acc + jnp.dot(given, values, preferred_element_type=jnp.float32)
+            return acc, meanwhile()
+
+        def product(ref):
+            ref[...] = acc
+            plgpu.wgmma(ref, keys["rope"].at[slot] if weights is None else weights, keys[self.half].at[slot])
+            other = meanwhile()
+            return ref[...], other
+
+        return pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+    def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
+
+        def step(i, carry):
+            acc, top, total = carry
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            weights, sums, top, fade = self.weigh(self.scores(i, slot), top)
+            acc, _ = self.add(acc, fade, weights, slot)
+            for name in _PIECES:
+                self.plgpu.barrier_arrive(self.shared["free"][name].at[slot])
+            return acc, top, total * fade + sums
+
+        return lax.fori_loop(0, steps, step, self.empty())
+
+    def seesaw(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As `twice`; warpgroup w computes the scores of the tiles of slot w."""
+        plgpu, shared, which = self.plgpu, self.shared, self.which
+        ready, row = shared["ready"], shared["row"]
+
+        def give(slot, weights, top):
+            # The scores are done, so the piece of the keys that no value needs has room for the weights.
+            shared["k"]["rope"].at[slot][...] = weights
+            row.at[slot][...] = top
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ready.at[slot])
+
+        def take(slot, top):
+            plgpu.barrier_wait(ready.at[slot])
+            new = plgpu.load(row.at[slot], layout=self.down)
+            return new, jnp.exp2(top - new)
+
+        def theirs(acc, fade, slot, meanwhile=lambda: None):
+            plgpu.barrier_wait(shared["full"][self.half].at[slot])
+            acc, other = self.add(acc, fade, None, slot, meanwhile)
+            plgpu.barrier_arrive(shared["free"]["rope"].at[slot])
+            plgpu.barrier_arrive(shared["free"][self.half].at[slot])
+            return acc, other
+
+        def ours(acc, fade, weights, slot):
+            acc, _ = self.add(acc, fade, weights, slot)
+            plgpu.barrier_arrive(shared["free"][self.half].at[slot])
+            return acc
+
+        def first_alone(i, carry):
+            """The tile of slot 0 by itself."""
+            acc, top, total = carry
+            if which == 0:
+                weights, sums, top, fade = self.weigh(self.scores(i, 0), top)
+                give(0, weights, top)
+                return ours(acc, fade, weights, 0), top, total * fade + sums
+            top, fade = take(0, top)
+            return theirs(acc, fade, 0)[0], top, total * fade
+
+        def two(j, carry):
+            i = 2 * j
+            if which == 0:
+                acc, top, total = first_alone(i, carry)
+                top, fade = take(1, top)
+                return theirs(acc, fade, 1)[0], top, total * fade
+            acc, top, total = carry
+            scores = self.scores(i + 1, 1)
+            top, early = take(0, top)
+
+            def own_weights():
+                weights, sums, new, fade = self.weigh(scores, top)
+                give(1, weights, new)
+                return weights, sums, new, fade
+
+            if self.overlap:
+                acc, (weights, sums, top, fade) = theirs(acc, early, 0, own_weights)
+            else:
+                weights, sums, top, fade = own_weights()
+                acc, _ = theirs(acc, early, 0)
+            return ours(acc, fade, weights, 1), top, total * early * fade + sums
+
+        carry = lax.fori_loop(0, steps // 2, two, self.empty())
+        acc, top, total = lax.cond(steps % 2 == 1, lambda *c: first_alone(steps - 1, c), lambda *c: c, *carry)
+        # Each has summed the weights of its own tiles.
+        return acc, top, self.sum_of_both(total)
+
+    def sum_of_both(self, total: jax.Array) -> jax.Array:
+        plgpu, row = self.plgpu, self.shared["sums"]
+        row.at[self.which][...] = total
+        plgpu.barrier_arrive(self.shared["done"])
+        plgpu.barrier_wait(self.shared["done"])
+        return total + plgpu.load(row.at[1 - self.which], layout=self.down)

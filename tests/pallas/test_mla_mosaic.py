@@ -1,0 +1,196 @@
+"""The Mosaic kernel of latent attention against float64, in Mosaic's interpreter; compiled under `-m gpu`.
+
+The interpreter has the copies, barriers and products of shared memory and finds races among them; products that add to
+sums in registers are replaced there. How the hardware lays out and overlaps them is for the GPU tests.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.pallas.api import OPS
+from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
+from ddtree_jax.pallas.cases import tree_attention as cases
+from ddtree_jax.pallas.mla_mosaic import RANK, ROPE, Schedule, _masked_tiles, mla_mosaic
+
+HEADS, LAYERS, LAYER, SCALE = 64, 2, 1, 0.07
+SCHEDULES = {
+    "seesaw": Schedule(splits=2),
+    "pair": Schedule(pair=True, splits=2),
+    "no overlap": Schedule(overlap=False, splits=2),
+    "twice": Schedule(seesaw=False, splits=2),
+    "twice, pair": Schedule(seesaw=False, pair=True, splits=2),
+}
+ALL = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+def draw(rng, *shape):
+    return np.array(jnp.asarray(rng.normal(size=shape), jnp.bfloat16))
+
+
+def make(lengths, t, slots):
+    """Arguments with NaN wherever a call for LAYER must not read, and a tree whose last row sees only itself."""
+    rng, b = np.random.default_rng(), len(lengths)
+    cache = draw(rng, LAYERS, b, slots, RANK + ROPE)
+    cache[np.arange(LAYERS) != LAYER] = np.nan
+    for i, n in enumerate(lengths):
+        cache[LAYER, i, n:] = np.nan
+    mask = np.zeros((b, t, t), bool)
+    for i in range(b):
+        for row in range(t):
+            if 0 < row < max(t - 1, 2):
+                mask[i, row] = mask[i, rng.integers(0, row)]
+            mask[i, row, row] = True
+    return draw(rng, b, t, HEADS, RANK + ROPE), cache, np.asarray(lengths, np.int32), draw(rng, b, t, RANK + ROPE), mask
+
+
+def exact(q, cache, lengths, new, mask):
+    """float64 [B, T, H, rank]; NaN in a row of the block counts for those that see it."""
+    q, cache, new = (x.astype(np.float64) for x in (q, cache, new))
+    out = np.zeros((*q.shape[:3], RANK))
+    for i, n in enumerate(lengths):
+        for row in range(q.shape[1]):
+            rows = np.concatenate([cache[LAYER, i, :n], new[i, mask[i, row]]])
+            if len(rows):
+                scores = q[i, row] @ rows.T * SCALE
+                weights = np.exp(scores - scores.max(-1, keepdims=True))
+                out[i, row] = weights / weights.sum(-1, keepdims=True) @ rows[:, :RANK]
+    return out
+
+
+def run(arrays, schedule, *, races=True, cores=4):
+    q, cache, lengths, new, mask = map(jnp.asarray, arrays)
+    call = functools.partial(
+        mla_mosaic, rank=RANK, scale=SCALE, schedule=schedule, platform=dataclasses.replace(INTERPRETED, cores=cores),
+        interpret=plgpu.InterpretGPUParams(detect_races=races),
+    )  # fmt: skip
+    out = jax.jit(call)(q, cache, jnp.int32(LAYER), lengths, new, mask)
+    assert out.shape == (*q.shape[:3], RANK) and out.dtype == jnp.bfloat16
+    return np.asarray(out, np.float64)
+
+
+def assert_close(out, want):
+    for a, e in zip(out, want, strict=True):
+        assert np.linalg.norm(a - e) <= 5e-3 * np.linalg.norm(e)
+
+
+@pytest.mark.parametrize("name", ["seesaw", "pair"])
+def test_against_float64(name):
+    """Three tiles and more in a split, odd and even numbers of them, a tail, and query rows that a pair has not."""
+    arrays = make((330,), 1, 350)
+    assert_close(run(arrays, SCHEDULES[name]), exact(*arrays))
+
+
+@pytest.mark.slow
+@ALL
+def test_lengths(schedule):
+    arrays = make((0, 1, 63, 64, 65, 128, 449), 3, 449)
+    assert_close(run(arrays, schedule), exact(*arrays))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 3, 64, None])
+def test_splits(splits):
+    arrays = make((700, 5), 1, 700)
+    for schedule in (Schedule(splits=splits), Schedule(splits=splits, pair=True)):
+        assert_close(run(arrays, schedule, cores=8), exact(*arrays))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_block_of_two_tiles():
+    arrays = make((70,), 65, 128)
+    assert_close(run(arrays, Schedule(splits=2), races=False), exact(*arrays))
+
+
+def test_rows_that_are_not_finite():
+    """NaN and infinity reach the rows that see them; a row that sees nothing is zero."""
+    q, cache, lengths, new, mask = make((0,), 4, 64)
+    new[0, 1, 5], new[0, 2, RANK + 3] = np.nan, np.inf
+    mask[0] = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
+    out = run((q, cache, lengths, new, mask), SCHEDULES["seesaw"], races=False)
+    assert np.isnan(out[0, 1:3]).all()
+    assert (out[0, 3] == 0).all()
+    np.testing.assert_allclose(out[0, 0], np.broadcast_to(new[0, 0, :RANK].astype(np.float64), out[0, 0].shape))
+
+
+@pytest.mark.parametrize("lengths", [(0, 1, 64), (65, 128, 100)])
+def test_masked_tiles(lengths):
+    """Their keys and biases say the same as the arguments that they are made of."""
+    t, slots = 70, 128
+    _, cache, lengths, new, mask = make(lengths, t, slots)
+    new[0, 3, 0], new[1, 4, -1] = np.nan, -np.inf
+    given = map(jnp.asarray, (cache, np.int32(LAYER), lengths, new, mask))
+    rows, bias = map(np.asarray, jax.jit(_masked_tiles, static_argnums=5)(*given, 2))
+    assert rows.shape == (3, 192, RANK + ROPE) and bias.shape == (3, t, 192)
+    assert np.isfinite(rows.astype(np.float32)).all()
+    for i, n in enumerate(lengths):
+        start = (n - 1) // 64 * 64
+        want = np.zeros((192, RANK + ROPE), np.float32)
+        want[: n - start] = cache[LAYER, i, start:n]
+        want[64 : 64 + t] = new[i]
+        broken = ~np.isfinite(want)
+        np.testing.assert_array_equal(rows[i].astype(np.float32), np.where(broken, 0, want))
+        seen = np.zeros((t, 192), bool)
+        seen[:, : n - start] = True
+        seen[:, 64 : 64 + t] = mask[i]
+        value = np.where(broken.any(-1), np.nan, 0.0)
+        np.testing.assert_array_equal(bias[i], np.where(seen, value, -np.inf))
+
+
+def test_what_is_refused():
+    def call(*, dtype=jnp.bfloat16, heads=HEADS, rank=RANK, width=RANK + ROPE, slots=64, platform=H200, batch=1):
+        spec = jax.ShapeDtypeStruct
+        arrays = (
+            spec((1, 2, heads, width), dtype), spec((LAYERS, batch, slots, width), dtype), spec((), jnp.int32),
+            spec((1,), jnp.int32), spec((1, 2, width), dtype), spec((1, 2, 2), jnp.bool_),
+        )  # fmt: skip
+        # Not traced: what it refuses, it refuses before it looks at a value.
+        OPS["mla_attention"](*arrays, rank=rank, scale=SCALE, implementation="mosaic", platform=platform)
+
+    for platform in (B200, RTX_PRO_6000, HOST):
+        with pytest.raises(NotImplementedError, match="wgmma"):
+            call(platform=platform)
+    for dtype in (jnp.float16, jnp.float32):
+        with pytest.raises(NotImplementedError, match="dtype"):
+            call(dtype=dtype)
+    for sizes in ({"rank": 256}, {"width": RANK + 32}, {"rank": RANK - 64}):
+        with pytest.raises(NotImplementedError, match="rank"):
+            call(**sizes)
+    with pytest.raises(NotImplementedError, match="heads"):
+        call(heads=16)
+    with pytest.raises(NotImplementedError, match="slots"):
+        call(slots=63)
+    with pytest.raises(ValueError, match="must agree"):
+        call(batch=2)
+
+
+def test_it_is_used_only_when_named():
+    op = OPS["mla_attention"]
+    assert "mosaic" in op.implementations
+    assert all("mosaic" not in op.names(platform) for platform in (B200, RTX_PRO_6000, HOST))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=["chosen", *SCHEDULES])
+@pytest.mark.parametrize("case", [c for c in cases.CASES if c.op == "mla_attention" and "64k" not in c.name])
+def test_cases_on_the_gpu(case, schedule):
+    arrays = jax.jit(case.make)(jax.random.key(1))
+    run = functools.partial(mla_mosaic, schedule=schedule, platform=current_platform(), **case.static)
+    assert case.check(arrays, jax.jit(run)(*arrays)) <= case.tolerance
+
+
+@pytest.mark.gpu
+@ALL
+def test_lengths_on_the_gpu(schedule):
+    """Poisoned caches, every kind of tail, and a block of two tiles."""
+    arrays = make((0, 1, 63, 64, 65, 128, 449, 1000), 67, 1000)
+    q, cache, lengths, new, mask = map(jnp.asarray, arrays)
+    call = functools.partial(mla_mosaic, rank=RANK, scale=SCALE, schedule=schedule, platform=current_platform())
+    out = jax.jit(call)(q, cache, jnp.int32(LAYER), lengths, new, mask)
+    assert_close(np.asarray(out, np.float64), exact(*arrays))
