@@ -133,9 +133,7 @@ def test_rows_lie_as_documented(dtype, join):
     parts = num_parts(dtype)
     assert got.shape == (parts, steps, 16 // join, m, join * GROUPS)
     pieces = [x] if parts == 1 else split_float32(x)
-    for p, s, n, g, j in itertools.product(
-        range(parts), range(steps), range(16 // join), range(GROUPS), range(join)
-    ):
+    for p, s, n, g, j in itertools.product(range(parts), range(steps), range(16 // join), range(GROUPS), range(join)):
         k = 256 * s + 16 * g + join * n + j
         want = np.asarray(pieces[p])[:, k] if k < K else np.zeros(m)
         np.testing.assert_array_equal(got[p, s, n, :, join * g + j].astype(np.float32), want.astype(np.float32))
