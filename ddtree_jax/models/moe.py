@@ -15,6 +15,8 @@ from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.layers import einsum, truncated_init
 from ddtree_jax.models.linear import GridKernel, SwiGLU, below, kernel_arrays, make_kernel, multiply, multiply_arrays
 from ddtree_jax.models.sharding import partition, target_dims
+from ddtree_jax.pallas.choice import KernelChoice
+from ddtree_jax.pallas.moe_plain import PlainExperts
 
 DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
 
@@ -28,7 +30,8 @@ class MoE(nnx.Module):
 
     Plain kernels above the limit run as one ragged product over rows sorted by expert. Packed ones, and kernels split
     over a mesh, run as a loop over the experts that some row has chosen, so that only one at a time is unpacked.
-    Kernels laid out for a GPU run as the operation `moe`, by expert whatever their number.
+    On GPU kernels (`kernels.with_kernels`) the operation `moe` runs instead: packed ones laid out for it, by expert
+    whatever their number, and plain ones above the limit as they are.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class MoE(nnx.Module):
         own = below(packed, "shared")
         self.shared = SwiGLU(d, i * c.n_shared_experts, dtype=dtype, rngs=rngs, out_std=out_std, packed=own)
         self.config, self.mesh = c, mesh
+        self.kernels = KernelChoice()
         self.any_packed = "gate_up" in packed or "down" in packed
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +80,13 @@ class MoE(nnx.Module):
 
         A loop over layers that handed each one its slice would copy every expert to use a few.
         """
-        return not self.dense and (self.any_packed or self.mesh is not None)
+        if isinstance(self.gate_up, GridKernel):
+            return False  # says so by itself, and has its own index
+        return not self.dense and (self.any_packed or self.mesh is not None or self.kernels.any)
+
+    @property
+    def _plain_on_kernels(self) -> bool:
+        return not self.dense and not self.any_packed and self.mesh is None and self.kernels.any
 
     def __call__(self, x: jax.Array, repeat: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """The routed and the shared experts.
@@ -89,8 +99,8 @@ class MoE(nnx.Module):
           (same shape as x, float32[E] share of tokens that chose each expert).
         """
         flat = x.reshape(-1, x.shape[-1])
-        if isinstance(self.gate_up, GridKernel):
-            routed, load = self._grouped(flat)
+        if isinstance(self.gate_up, GridKernel) or self._plain_on_kernels:
+            routed, load = self._grouped(flat, repeat)
             return routed.reshape(x.shape) + self.shared(x), load
         chosen, scores = self.route(flat)
         weights = self._normalised(jnp.where(chosen, scores, 0.0))
@@ -109,7 +119,7 @@ class MoE(nnx.Module):
             scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
         return scores * self.config.routed_scaling_factor
 
-    def _grouped(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _grouped(self, x: jax.Array, repeat: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         chosen, scores = self.route(x)
         k = self.config.num_experts_per_tok
         # The places of the chosen ones, in order: by counting, which is one small fusion where a sort is many.
@@ -118,9 +128,12 @@ class MoE(nnx.Module):
         experts = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
         expert_ids = jnp.sum(jnp.where(one_hot, experts[None, None, :], 0), axis=-1, dtype=jnp.int32)
         weights = self._normalised(jnp.sum(jnp.where(one_hot, scores[:, None, :], 0.0), axis=-1))
-        gate_up, down = self.gate_up, self.down
-        args = (x, expert_ids, weights, gate_up.weight, down.weight, gate_up.index())
-        return gate_up.choice.run("moe", *args).astype(x.dtype), jnp.mean(chosen.astype(jnp.float32), axis=0)
+        if isinstance(self.gate_up, GridKernel):
+            kernels, layer = (self.gate_up.weight, self.down.weight), self.gate_up.index()
+        else:
+            kernels, layer = (PlainExperts(self.gate_up[...]), PlainExperts(self.down[...][..., None, :])), repeat
+        routed = self.kernels.run("moe", x, expert_ids, weights, *kernels, layer)
+        return routed.astype(x.dtype), jnp.mean(chosen.astype(jnp.float32), axis=0)
 
     def _dense(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         gate_up = multiply("md,dcei->mcei", x, self.gate_up)

@@ -2,7 +2,7 @@
 
 Rows are grouped by expert into tiles (`moe_tiles`). The first kernel takes gate and up of one expert for one tile and
 writes silu(gate) * up; the second multiplies with the down weights. The routing weights multiply the outputs as they
-are summed by row.
+are summed by row. The kernels here are those of NVFP4 weights; `moe_plain` has those of plain ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ddtree_jax.models.quant import GROUP
+from ddtree_jax.pallas import moe_plain
 from ddtree_jax.pallas.backend import Platform, require_kernels, store, triton_call
+from ddtree_jax.pallas.moe_plain import PlainExperts
 from ddtree_jax.pallas.moe_tiles import ExpertTiles, combine, make_tiles
 from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, num_parts, prepare_rows
 from ddtree_jax.pallas.nvfp4_kernel import accumulate, restore
 
 MAX_ROWS = 512  # in one call; more rows hit every expert several times over
+
+Experts = GridWeight | PlainExperts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +55,8 @@ def moe_reference(
     x: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
-    gate_up: GridWeight,
-    down: GridWeight,
+    gate_up: Experts,
+    down: Experts,
     layer: jax.Array | None = None,
     *,
     platform: Platform,
@@ -61,9 +65,9 @@ def moe_reference(
 
     Args:
       x: bfloat16 or float32 [M, D].
-      expert_ids: int32[M, k]; ids outside 0..E-1 are served by no expert here and add nothing.
+      expert_ids: int32[M, k]; ids outside 0..E-1 are served by no expert here and add nothing, whatever x holds.
       weights: float32[M, k], of the outputs.
-      gate_up: [(R,) E, D -> 2 x I]; down: [(R,) E, I -> 1 x D]. R only with `layer`.
+      gate_up: [(R,) E, D -> 2 x I]; down: [(R,) E, I -> 1 x D], of the same kind. R only with `layer`.
       layer: int32[], which of R stacked layers.
 
     Returns:
@@ -73,30 +77,30 @@ def moe_reference(
     num_experts = _check(x, expert_ids, weights, gate_up, down, layer)
     chosen = expert_ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
     by_expert = jnp.sum(jnp.where(chosen, weights[:, :, None], 0.0), axis=1)  # [M, E]
-    hit = jnp.any(chosen, axis=(0, 1))
+    chosen = jnp.any(chosen, axis=1)
+    hit = jnp.any(chosen, axis=0)
     order = jnp.argsort(~hit)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     start = jnp.int32(0) if layer is None else layer.astype(jnp.int32)
+    if layer is None:
+        gate_up, down = (jax.tree.map(lambda a: a[None], w) for w in (gate_up, down))
 
-    def of_expert(weight: GridWeight, e: jax.Array) -> jax.Array:
-        arrays = [weight.words, weight.scales, weight.factors]
-        if layer is None:
-            arrays = [a[None] for a in arrays]
-
+    def times(x: jax.Array, weight: Experts, e: jax.Array) -> jax.Array:
         def pick(a: jax.Array) -> jax.Array:
             zeros = (jnp.int32(0),) * (a.ndim - 2)
             return jax.lax.dynamic_slice(a, (start, e.astype(jnp.int32), *zeros), (1, 1, *a.shape[2:]))[0, 0]
 
-        words, scales, factors = map(pick, arrays)
-        return decode_grid(dataclasses.replace(weight, words=words, scales=scales, factors=factors), x.dtype)
+        own = jax.tree.map(pick, weight)
+        if isinstance(own, PlainExperts):
+            return moe_plain.times_expert(x, own)
+        return moe_plain.times_expert(x, PlainExperts(decode_grid(own, x.dtype)))
 
     def body(i: jax.Array, total: jax.Array) -> jax.Array:
         e = order[i]
-        product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-        gu = product("md,dpi->mpi", x, of_expert(gate_up, e))
+        gu = times(x, gate_up, e)
         h = (jax.nn.silu(gu[:, 0]) * gu[:, 1]).astype(x.dtype)
-        y = product("mi,ipd->md", h, of_expert(down, e))
-        return total + y * jax.lax.dynamic_index_in_dim(by_expert, e, axis=1)
+        y = times(h, down, e)[:, 0] * jax.lax.dynamic_index_in_dim(by_expert, e, axis=1)
+        # What an expert makes of rows that have not chosen it may be NaN: chosen away, not multiplied away.
+        return total + jnp.where(jax.lax.dynamic_index_in_dim(chosen, e, axis=1), y, 0.0)
 
     return jax.lax.fori_loop(0, jnp.sum(hit), body, jnp.zeros(x.shape, jnp.float32))
 
@@ -105,23 +109,25 @@ def moe_triton(
     x: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
-    gate_up: GridWeight,
-    down: GridWeight,
+    gate_up: Experts,
+    down: Experts,
     layer: jax.Array | None = None,
     *,
     platform: Platform,
-    tiles: Tiles | None = None,
+    tiles: Tiles | moe_plain.Tiles | None = None,
 ) -> jax.Array:
-    """The Pallas-Triton kernels. Arguments as for the reference; `tiles` overrides the table."""
+    """The Pallas-Triton kernels. Arguments as for the reference; `tiles`, of the weights' kind, overrides the table."""
     require_kernels(platform)
     _check(x, expert_ids, weights, gate_up, down, layer)
     if x.shape[0] > MAX_ROWS:
         raise NotImplementedError(f"{x.shape[0]} rows; the kernels are made for up to {MAX_ROWS}")
-    if tiles is None:
-        tiles = choose_tiles(platform)
     if layer is None:
         gate_up, down = (jax.tree.map(lambda a: a[None], w) for w in (gate_up, down))
         layer = jnp.int32(0)
+    if isinstance(gate_up, PlainExperts):
+        return moe_plain.run_plain(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
+    if tiles is None:
+        tiles = choose_tiles(platform)
     return _run(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
 
 
@@ -287,8 +293,8 @@ def _check(
     x: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
-    gate_up: GridWeight,
-    down: GridWeight,
+    gate_up: Experts,
+    down: Experts,
     layer: jax.Array | None,
 ) -> int:
     if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -297,6 +303,8 @@ def _check(
         raise ValueError(
             f"expert_ids, weights: got shapes {expert_ids.shape} and {weights.shape}; both must be [{x.shape[0]}, k]"
         )
+    if type(gate_up) is not type(down):
+        raise ValueError(f"down: got {type(down).__name__}; it must be {type(gate_up).__name__}, as gate_up is")
     lead = 1 if layer is None else 2
     for name, weight, k, parts in (("gate_up", gate_up, x.shape[1], 2), ("down", down, gate_up.width, 1)):
         if len(weight.lead) != lead or weight.k != k or weight.parts != parts:
@@ -304,6 +312,8 @@ def _check(
                 f"{name}: got lead {weight.lead}, {weight.k} -> {weight.parts} x {weight.width}; it must have {lead} "
                 f"leading axes and be {k} -> {parts} x width"
             )
+        if isinstance(weight, PlainExperts):
+            weight.check(name)
     if down.width != x.shape[1] or down.lead != gate_up.lead:
         raise ValueError(f"down: got {down.lead} of width {down.width}; it must be {gate_up.lead} of {x.shape[1]}")
     return gate_up.lead[-1]

@@ -1,0 +1,143 @@
+"""The word grid: every code under every scale comes back exactly, and activations are split without loss."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ddtree_jax.pallas.nvfp4_grid import (
+    BYTES,
+    GROUPS,
+    ROWS,
+    SHIFTED,
+    STEP,
+    decode_grid,
+    make_grid,
+    num_parts,
+    prepare_rows,
+    split_float32,
+)
+from tests.pallas.nvfp4_weights import E2M1, E4M3, pack, values
+
+ARRANGEMENTS = pytest.mark.parametrize("arrangement", [SHIFTED, BYTES])
+# 17 groups, so that the last step of 16 is padded; 70 columns, so that the last block of 64 is.
+K, PARTS, WIDTH = 272, 2, 70
+
+
+def every_pair(rng):
+    """Codes [K, PARTS, WIDTH] and scales of which every group holds all 16 codes, and every byte is a scale."""
+    codes = rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (K // 16, PARTS, WIDTH, 1)), axis=-1)
+    count = K // 16 * PARTS * WIDTH
+    scales = rng.permutation(np.resize(np.arange(256, dtype=np.uint8), count)).reshape(K // 16, PARTS, WIDTH)
+    return np.moveaxis(codes, -1, 1).reshape(K, PARTS, WIDTH), scales.view(E4M3)
+
+
+@ARRANGEMENTS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_code_under_every_scale_comes_back_exactly(arrangement, dtype):
+    codes, scales = every_pair(np.random.default_rng())
+    with np.errstate(invalid="ignore"):
+        want = values(codes, scales)
+    seen = np.zeros((16, 256), bool)
+    seen[codes, np.repeat(scales.view(np.uint8), 16, axis=0)] = True
+    assert seen.all()
+    grid = make_grid(pack(codes), scales, np.float32(1), arrangement=arrangement)
+    assert (grid.k, grid.parts, grid.width, grid.lead, grid.arrangement) == (K, PARTS, WIDTH, (), arrangement)
+    assert grid.words.shape == (4, 2, 2, ROWS, GROUPS) and grid.scales.shape == (4, 2, ROWS, GROUPS)
+    assert grid.nbytes == grid.words.size * 4 + grid.scales.size + 4 * 4
+    got = np.asarray(decode_grid(grid, dtype)).astype(np.float64)
+    np.testing.assert_array_equal(got, want)  # NaN equals NaN
+    assert np.isnan(got).any() and (got[np.repeat(scales.view(np.uint8), 16, axis=0) & 127 == 0] == 0).all()
+
+
+@ARRANGEMENTS
+def test_stacks_and_factors_of_their_own(arrangement):
+    rng = np.random.default_rng()
+    lead = (2, 3)
+    codes = rng.integers(0, 16, (*lead, 48, PARTS, 20), dtype=np.uint8)
+    scales = rng.choice(np.arange(127, dtype=np.uint8), (*lead, 3, PARTS, 20)).view(E4M3)
+    factors = rng.uniform(0.01, 1, (*lead, PARTS)).astype(np.float32)
+    grid = make_grid(pack(codes), scales, factors, arrangement=arrangement)
+    assert grid.lead == lead and grid.num_blocks == 2 and grid.num_steps == 1
+    # Code times scale is exact in float32, so each weight is rounded once.
+    want = values(codes, scales).astype(np.float32) * factors[..., None, :, None]
+    np.testing.assert_array_equal(decode_grid(grid, jnp.float32), want)
+    one = dataclasses.replace(grid, words=grid.words[1, 2], scales=grid.scales[1, 2], factors=grid.factors[1, 2])
+    np.testing.assert_array_equal(decode_grid(one, jnp.float32), want[1, 2])
+
+
+@ARRANGEMENTS
+def test_padding_is_zero(arrangement):
+    rng = np.random.default_rng()
+    codes = rng.integers(0, 16, (K, PARTS, WIDTH), dtype=np.uint8)
+    scales = np.full((K // 16, PARTS, WIDTH), 1.5, E4M3)
+    grid = make_grid(pack(codes), scales, np.float32(1), arrangement=arrangement)
+    whole = dataclasses.replace(grid, k=grid.num_steps * STEP, width=grid.num_blocks // PARTS * ROWS)
+    plain = np.asarray(decode_grid(whole, jnp.float32))
+    assert plain.shape == (512, PARTS, 128)
+    assert not plain[K:].any() and not plain[:, :, WIDTH:].any() and plain[:K, :, :WIDTH].any()
+
+
+@ARRANGEMENTS
+def test_where_codes_lie_in_the_words(arrangement):
+    """Code i of an even and an odd group: as documented, so that a kernel's bit arithmetic may be checked by hand."""
+    for i, (even, odd) in itertools.product(range(16), [(11, 0), (0, 6), (13, 2)]):
+        codes = np.zeros((32, 1, 1), np.uint8)
+        codes[i], codes[16 + i] = even, odd
+        grid = make_grid(pack(codes), np.ones((2, 1, 1), E4M3), np.float32(1), arrangement=arrangement)
+        words = np.asarray(grid.words).view(np.uint32)[0, 0, :, 0, :2]  # [half of i, element of the pair]
+        word = int(words[i // 8, i // 4 % 2])
+        assert words.sum() == word  # nothing in the other three
+        position = i % 4
+        if arrangement == BYTES:
+            assert word == (even | odd << 4) << 8 * position
+            continue
+        for code, low in ((even, word & 0xFFFF), (odd, word >> 16)):
+            want = (code >> 3) << 15 | (code & 7) << 6
+            a = low << 3 * position & 0x81C0
+            if position == 3:
+                a = low >> 3 & 0x0180 | low >> 7 & 0x0040 | low << 1 & 0x8000
+            assert a == want
+
+
+def random_float32(rng, shape):
+    """All signs, exponents down to where the third part is still normal, and mantissas of all 24 bits."""
+    mantissa = rng.integers(2**23, 2**24, shape).astype(np.float64)
+    x = rng.choice([-1, 1], shape) * mantissa * np.exp2(rng.integers(-120, 103, shape).astype(np.float64))
+    x.flat[:4] = [0.0, -1.0, 1 + 2.0**-23, 1.5]
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_three_parts_sum_to_the_float32(jit):
+    x = random_float32(np.random.default_rng(), (4096,))
+    parts = (jax.jit(split_float32) if jit else split_float32)(x)
+    assert len(parts) == num_parts(jnp.float32) == 3 and all(part.dtype == jnp.bfloat16 for part in parts)
+    parts = [np.asarray(part).astype(np.float64) for part in parts]
+    np.testing.assert_array_equal(sum(parts), x.astype(np.float64))
+    assert all(np.all(np.abs(b) <= np.abs(a) * 2.0**-8) for a, b in itertools.pairwise(parts))
+    assert np.mean(parts[2] != 0) > 0.5
+
+
+@pytest.mark.parametrize("join", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_lie_as_documented(dtype, join):
+    rng = np.random.default_rng()
+    m, steps = 3, 2
+    x = jnp.asarray(random_float32(rng, (m, K)), dtype)
+    got = np.asarray(jax.jit(prepare_rows, static_argnums=(1, 2))(x, steps, join))
+    assert got.dtype == jnp.bfloat16
+    parts = num_parts(dtype)
+    assert got.shape == (parts, steps, 16 // join, m, join * GROUPS)
+    pieces = [x] if parts == 1 else split_float32(x)
+    for p, s, n, g, j in itertools.product(range(parts), range(steps), range(16 // join), range(GROUPS), range(join)):
+        k = 256 * s + 16 * g + join * n + j
+        want = np.asarray(pieces[p])[:, k] if k < K else np.zeros(m)
+        np.testing.assert_array_equal(got[p, s, n, :, join * g + j].astype(np.float32), want.astype(np.float32))
+
+
+def test_the_table_of_values():
+    np.testing.assert_array_equal(E2M1, np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn.dtype).astype(np.float64))
