@@ -40,6 +40,7 @@ OPS: dict[str, Op] = {
                 "mosaic": tree_attention.mla_attention_mosaic,
                 REFERENCE: tree_attention.mla_attention_reference,
             },
+            ("mosaic", TRITON),
         ),
         _op(
             "mla_attention_selected",

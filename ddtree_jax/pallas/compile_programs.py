@@ -124,13 +124,13 @@ class Compiler:
         program.kernels = sorted(kernels_in(text))
         for one in ptx:
             program.resources |= resources(one, self.target.sm)
-        problems = list(self._problems(program, named, expected, "\n".join([*ptx, text])))
+        problems = list(self._problems(program, named, expected, case, "\n".join([*ptx, text])))
         if problems:
             program.status, program.detail = FAILED, "; ".join(problems)
         else:
             self._seen.add(key)
 
-    def _problems(self, program: Program, named: list[str], expected: Expected, code: str) -> Iterator[str]:
+    def _problems(self, program: Program, named: list[str], expected: Expected, case: Case, code: str) -> Iterator[str]:
         if expected.kernel:
             if self.target.sm not in program.sm:
                 yield f"the binary is for {', '.join(program.sm) or 'no GPU'}, not for {self.target.sm}"
@@ -141,7 +141,7 @@ class Compiler:
                 yield f"the kernels {', '.join(missing)} are not in the compiled program"
         elif program.kernels:
             yield f"meant to be plain XLA, and holds the kernels {', '.join(program.kernels)}"
-        for wanted in expected.code.get(self.target.name, ()):
+        for wanted in (*expected.code.get(self.target.name, ()), *case.code.get(self.target.name, ())):
             if wanted not in code:
                 yield f"{wanted!r} is neither in the PTX nor in the HLO"
 
@@ -205,7 +205,7 @@ def _tiles(jaxpr: Any) -> Iterator[str]:
         for variable in equation.outvars:
             aval = variable.aval
             if type(aval).__name__ == "ShapedArray" and aval.shape:
-                yield f"{equation.primitive.name} {aval.str_short()}"
+                yield f"{equation.primitive.name} {aval.str_short()} {equation.params.get('asm', '')}"
         for inner in _inner(equation):
             yield from _tiles(inner)
 

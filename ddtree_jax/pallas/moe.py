@@ -21,7 +21,7 @@ from ddtree_jax.pallas.backend import Platform, require_kernels, store, triton_c
 from ddtree_jax.pallas.moe_plain import PlainExperts
 from ddtree_jax.pallas.moe_tiles import ExpertTiles, combine, make_tiles
 from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, num_parts, prepare_rows
-from ddtree_jax.pallas.nvfp4_kernel import accumulate, restore
+from ddtree_jax.pallas.nvfp4_kernel import accumulate, require_arrangement, restore
 
 MAX_ROWS = 512  # in one call; more rows hit every expert several times over
 
@@ -126,6 +126,7 @@ def moe_triton(
         layer = jnp.int32(0)
     if isinstance(gate_up, PlainExperts):
         return moe_plain.run_plain(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
+    require_arrangement(platform, gate_up.arrangement)
     if tiles is None:
         tiles = choose_tiles(platform)
     return _run(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)

@@ -17,6 +17,12 @@ from ddtree_jax.pallas.nvfp4_grid import BYTES, CODE_BITS, SHIFTED, code_values,
 _RESTORE = {SHIFTED: 2.0**7, BYTES: 2.0**-7}
 
 
+def require_arrangement(platform: Platform, arrangement: str) -> None:
+    """NotImplementedError where the hardware cannot convert codes that are laid out for it to do so."""
+    if arrangement == BYTES and not (platform.converts_fp4 or platform.interpret):
+        raise NotImplementedError(f"weights laid out for hardware conversion of FP4; {platform.generation} has none")
+
+
 def restore(platform: Platform, arrangement: str) -> float:
     """What an accumulated product must be multiplied with, besides the weight's own factor."""
     return 1.0 if platform.interpret else _RESTORE[arrangement]

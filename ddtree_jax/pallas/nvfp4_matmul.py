@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import Platform, require_kernels, triton_call
 from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, prepare_rows
-from ddtree_jax.pallas.nvfp4_kernel import accumulate, restore
+from ddtree_jax.pallas.nvfp4_kernel import accumulate, require_arrangement, restore
 
 MAX_ROWS = 128  # in one kernel call; beyond, unpacking the weight once is cheaper
 
@@ -99,6 +99,7 @@ def nvfp4_matmul_triton(
 ) -> jax.Array:
     """The Pallas-Triton kernel. Arguments as for the reference; `tiles` overrides the table."""
     require_kernels(platform)
+    require_arrangement(platform, weight.arrangement)
     arrays = _checked(x, weight, layer)
     rows = x.shape[0]
     if rows > MAX_ROWS:

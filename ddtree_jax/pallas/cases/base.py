@@ -48,6 +48,7 @@ class Case:
       carries: index in the result (a tuple) -> index of the argument that it takes the place of, for an operation that
         changes a cache in place: the benchmark feeds it into the next call, where a second use of the argument would
         cost a copy of it.
+      code: key of `compile_targets.TARGETS` -> strings that a program of this case holds, beside `registry.Expected`.
     """
 
     op: str
@@ -62,3 +63,4 @@ class Case:
     baselines: Mapping[str, Callable[..., Any] | Baseline] = dataclasses.field(default_factory=dict)
     rotate: tuple[int, ...] = ()
     carries: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    code: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)

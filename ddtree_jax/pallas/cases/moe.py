@@ -16,16 +16,16 @@ import numpy as np
 
 from ddtree_jax.pallas.arg_specs import GLM5_EXPERTS
 from ddtree_jax.pallas.cases.base import Case
-from ddtree_jax.pallas.cases.nvfp4 import random_weight
+from ddtree_jax.pallas.cases.nvfp4 import HARDWARE_CODE, random_weight
 from ddtree_jax.pallas.moe_plain import PlainExperts
-from ddtree_jax.pallas.nvfp4_grid import GridWeight, decode_grid
+from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight, decode_grid
 
 ROWS = (17, 1, 5, 9, 33, 65, 129)
 PLAIN_EXPERTS = 64
 CHECKED_ROWS = 2
 
 
-def _arrays(key: jax.Array, rows: int, dtype: Any) -> tuple[Any, ...]:
+def _arrays(key: jax.Array, rows: int, dtype: Any, arrangement: str) -> tuple[Any, ...]:
     e, d, i, top_k = GLM5_EXPERTS
     x, ids, weights, gate_up, down = jax.random.split(key, 5)
     chosen = jax.lax.top_k(jax.random.uniform(ids, (rows, e)), top_k)[1].astype(jnp.int32)
@@ -33,8 +33,8 @@ def _arrays(key: jax.Array, rows: int, dtype: Any) -> tuple[Any, ...]:
         jax.random.normal(x, (rows, d), dtype),
         chosen,
         jax.random.uniform(weights, (rows, top_k), jnp.float32),
-        random_weight(gate_up, (e,), d, 2, i),
-        random_weight(down, (e,), i, 1, d),
+        random_weight(gate_up, (e,), d, 2, i, arrangement),
+        random_weight(down, (e,), i, 1, d, arrangement),
     )
 
 
@@ -103,19 +103,22 @@ def _error(arrays: tuple[Any, ...], result: Any) -> float:
     return float(np.sqrt(wrong / total)) if np.all(np.isfinite(out)) else float("inf")
 
 
-def _case(rows: int, dtype: Any = jnp.bfloat16) -> Case:
+def _case(rows: int, dtype: Any = jnp.bfloat16, arrangement: str = SHIFTED) -> Case:
     _, d, i, top_k = GLM5_EXPERTS
     size = jnp.dtype(dtype).itemsize
     return Case(
         op="moe",
-        name=f"glm5 experts, {rows} rows" + ("" if dtype == jnp.bfloat16 else f", {jnp.dtype(dtype).name}"),
-        make=functools.partial(_arrays, rows=rows, dtype=dtype),
+        name=f"glm5 experts, {rows} rows"
+        + ("" if dtype == jnp.bfloat16 else f", {jnp.dtype(dtype).name}")
+        + (", converted by hardware" if arrangement == BYTES else ""),
+        make=functools.partial(_arrays, rows=rows, dtype=dtype, arrangement=arrangement),
         static={},
         traffic=int(distinct_experts(rows) * 3 * d * i * 9 / 16) + rows * d * (size + 4),
         flops=6 * rows * top_k * d * i,
         tolerance=1e-2 if dtype == jnp.bfloat16 else 1e-5,
         check=_error,
         rotate=(3, 4),
+        code=HARDWARE_CODE if arrangement == BYTES else {},
     )
 
 
@@ -140,6 +143,7 @@ def _plain_case(rows: int, values: Any = jnp.bfloat16) -> Case:
 CASES = (
     *(_case(rows) for rows in ROWS),
     _case(17, jnp.float32),
+    _case(17, arrangement=BYTES),
     *(_plain_case(rows) for rows in (17, 1, 129, 256)),
     _plain_case(17, jnp.float8_e4m3fn),
     _plain_case(17, jnp.float32),

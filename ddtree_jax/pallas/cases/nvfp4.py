@@ -12,14 +12,17 @@ import numpy as np
 
 from ddtree_jax.pallas.arg_specs import GLM5_LINEARS, Linear
 from ddtree_jax.pallas.cases.base import Baseline, Case
-from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid
+from ddtree_jax.pallas.nvfp4_grid import BYTES, GROUPS, ROWS, SHIFTED, STEP, GridWeight, decode_grid
 
 SWEPT = ("dense_gate_up", "dense_down", "shared_gate_up")
 SWEPT_ROWS = (16, 1, 2, 9, 32, 64, 128, 256)
 CHECKED_COLUMNS = 2 * ROWS
+HARDWARE_CODE = dict.fromkeys(("b200", "rtx_pro_6000"), ("cvt.rn.f16x2.e2m1x2",))
 
 
-def random_weight(key: jax.Array, lead: tuple[int, ...], k: int, parts: int, width: int) -> GridWeight:
+def random_weight(
+    key: jax.Array, lead: tuple[int, ...], k: int, parts: int, width: int, arrangement: str = SHIFTED
+) -> GridWeight:
     """Random codes and scales 2^-6..2^-2, a factor of 1: outputs of about the size of the inputs."""
     blocks, steps = parts * -(-width // ROWS), -(-k // STEP)
     codes, scales = jax.random.split(key)
@@ -31,12 +34,13 @@ def random_weight(key: jax.Array, lead: tuple[int, ...], k: int, parts: int, wid
         k=k,
         parts=parts,
         width=width,
+        arrangement=arrangement,
     )
 
 
-def _arrays(key: jax.Array, rows: int, linear: Linear, dtype: Any) -> tuple[Any, ...]:
+def _arrays(key: jax.Array, rows: int, linear: Linear, dtype: Any, arrangement: str) -> tuple[Any, ...]:
     x, w = jax.random.split(key)
-    weight = random_weight(w, (), linear.k, 1, linear.n)
+    weight = random_weight(w, (), linear.k, 1, linear.n, arrangement)
     return jax.random.normal(x, (rows, linear.k), dtype), weight
 
 
@@ -73,7 +77,7 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _case(name: str, rows: int, dtype: Any = jnp.bfloat16) -> Case:
+def _case(name: str, rows: int, dtype: Any = jnp.bfloat16, arrangement: str = SHIFTED) -> Case:
     linear = GLM5_LINEARS[name]
     size = jnp.dtype(dtype).itemsize
     activations = size * rows * (linear.n + linear.k)
@@ -83,10 +87,13 @@ def _case(name: str, rows: int, dtype: Any = jnp.bfloat16) -> Case:
         2 * linear.n * linear.k + activations,
         rotate=(1,),
     )
+    converted = arrangement == BYTES
     return Case(
         op="nvfp4_matmul",
-        name=f"glm5 {name}, {rows} rows" + ("" if dtype == jnp.bfloat16 else f", {jnp.dtype(dtype).name}"),
-        make=functools.partial(_arrays, rows=rows, linear=linear, dtype=dtype),
+        name=f"glm5 {name}, {rows} rows"
+        + ("" if dtype == jnp.bfloat16 else f", {jnp.dtype(dtype).name}")
+        + (", converted by hardware" if converted else ""),
+        make=functools.partial(_arrays, rows=rows, linear=linear, dtype=dtype, arrangement=arrangement),
         static={"out_dtype": dtype},
         traffic=linear.n * linear.k * 9 // 16 + activations,
         flops=2 * rows * linear.n * linear.k,
@@ -94,6 +101,7 @@ def _case(name: str, rows: int, dtype: Any = jnp.bfloat16) -> Case:
         check=_error,
         baselines={"bfloat16 weights": bfloat16} if dtype == jnp.bfloat16 else {},
         rotate=(1,),
+        code=HARDWARE_CODE if converted else {},
     )
 
 
@@ -101,4 +109,5 @@ CASES = (
     *(_case(name, rows) for name in SWEPT for rows in SWEPT_ROWS),
     *(_case(name, 17) for name in GLM5_LINEARS if name not in SWEPT),
     _case("shared_gate_up", 17, jnp.float32),
+    *(_case("dense_gate_up", rows, arrangement=BYTES) for rows in (16, 1, 64)),
 )

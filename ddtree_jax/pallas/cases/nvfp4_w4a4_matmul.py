@@ -12,6 +12,7 @@ import numpy as np
 from ddtree_jax.models.quant import E4M3, E4M3_MAX, GROUP, decode
 from ddtree_jax.pallas.arg_specs import GLM5_LINEARS
 from ddtree_jax.pallas.cases.base import Case
+from ddtree_jax.pallas.cases.registry import Expected
 from ddtree_jax.pallas.fp4_activations import quantise_activations
 from ddtree_jax.pallas.nvfp4_w4a4_matmul import prepare_weights
 
@@ -96,3 +97,5 @@ CASES = (
     _case("dense_gate_up", 16, False),
     _case("kv_a", 16, False),
 )
+
+EXPECTED = {implementation: Expected(code=code) for implementation, code in CODE.items()}

@@ -19,6 +19,7 @@ from ddtree_jax.pallas.arg_specs import (
     Gqa,
 )
 from ddtree_jax.pallas.cases.base import Case
+from ddtree_jax.pallas.cases.registry import Expected
 
 LAYERS, LAYER = 2, 1
 ROWS = (17, 65)
@@ -232,3 +233,5 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = _cases()
+
+EXPECTED = {"mosaic": Expected(code={"h200": ("wgmma.mma_async",)})}

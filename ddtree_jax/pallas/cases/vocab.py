@@ -11,6 +11,7 @@ import numpy as np
 
 from ddtree_jax.pallas.arg_specs import GLM5_VOCAB
 from ddtree_jax.pallas.cases.base import Case
+from ddtree_jax.pallas.cases.registry import Expected
 
 
 def _logits(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array]:
@@ -59,6 +60,8 @@ def _argmax_case(rows: int, dtype: Any) -> Case:
         check=_argmax_error,
     )
 
+
+EXPECTED = {"block_descent": Expected(kernel=False)}  # plain XLA
 
 CASES = (
     *(_top_k_case(15, k, jnp.float32) for k in (16, 32, 64, 128)),
