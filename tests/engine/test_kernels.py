@@ -1,0 +1,112 @@
+"""Models on kernels: the same greedy tokens as without, in float32.
+
+The fast test runs every operation by its reference: what it has of its own is the weights' layout, each layer's index
+in a stack, and attention over whole caches and selected indices. The slow ones interpret the kernels as well, which
+takes minutes each: an interpreted kernel copies its operands for every program of its grid.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import ddtree_jax
+from ddtree_jax.engine import Engine
+from ddtree_jax.models import Target, make_drafter
+from ddtree_jax.models.glm5 import Glm5
+from ddtree_jax.models.kernels import with_kernels
+from ddtree_jax.models.linear import GridKernel, PackedKernel
+from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT, MoE
+from ddtree_jax.models.params import packed_kernels
+from ddtree_jax.pallas import choice as choice_module
+from ddtree_jax.pallas.api import OPS
+from ddtree_jax.pallas.backend import H200, INTERPRETED
+from ddtree_jax.pallas.choice import KernelChoice, choose_kernels
+from tests.engine.conftest import DRAFTER, TARGET
+
+KERNELS = KernelChoice(INTERPRETED)
+NEW_TOKENS, PROMPT = 5, np.random.default_rng(3).integers(0, 60, 13).tolist()
+
+
+def make_pair(num_experts, *, packed):
+    """A random pair with two stacked expert layers. packed: "all" kernels that can be, the "experts", or "none"."""
+    config = dataclasses.replace(
+        TARGET,
+        q_lora_rank=32,
+        n_routed_experts=num_experts,
+        indexer_types=("full",) * 3,
+        mlp_layer_types=("dense", "sparse", "sparse"),
+    )
+    assert config.index_topk < len(PROMPT)  # so that attention is over a selection
+    names = packed_kernels(config, lambda name: packed == "all" or ".experts." in name) if packed != "none" else None
+    module = Glm5(config, dtype=jnp.float32, rngs=nnx.Rngs(1), packed=names)
+    assert [segment.repeats for segment in module.plan] == [1, 2]
+    loud = module.head.kernel.global_scale if packed == "all" else module.head.kernel
+    loud[...] = loud[...] * jnp.float32(60)  # flat logits have near-ties
+    target = Target(config, *nnx.split(module))
+    return Engine(target, make_drafter(DRAFTER, target, seed=2), None, "kernels")
+
+
+def on_kernels(engine, choice=KERNELS):
+    return dataclasses.replace(
+        engine,
+        target=with_kernels(engine.target, choice),
+        drafter=with_kernels(engine.drafter, choice),
+        compiled=set(),
+    )
+
+
+def tokens(engine, algorithm, prompts=PROMPT):
+    results = ddtree_jax.generate(
+        engine, prompts, max_new_tokens=NEW_TOKENS, algorithm=algorithm, budget=7, stop_token_ids=[]
+    )
+    results = results if isinstance(results, list) else [results]
+    assert all(len(result.token_ids) == NEW_TOKENS for result in results)
+    return [list(result.token_ids) for result in results]
+
+
+def modules(engine, kind):
+    return [node for _, node in nnx.iter_modules(engine.target.module()) if isinstance(node, kind)]
+
+
+def check(num_experts, packed, algorithm, choice):
+    engine = make_pair(num_experts, packed=packed)
+    fast = on_kernels(engine, choice)
+    assert len(modules(fast, GridKernel)) == len(modules(engine, PackedKernel))
+    assert not modules(fast, PackedKernel) and (packed == "none") == (not modules(fast, GridKernel))
+    assert all(moe.kernels == choice for moe in modules(fast, MoE))
+    assert tokens(fast, algorithm) == tokens(engine, algorithm)
+
+
+def test_greedy_tokens_are_the_same_by_reference():
+    references = tuple((name, "reference") for name in OPS)
+    check(DENSE_EXPERTS_LIMIT + 8, "experts", "ddtree", dataclasses.replace(KERNELS, named=references))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("algorithm", ["none", "dflash", "ddtree"])
+@pytest.mark.parametrize(
+    ("num_experts", "packed"),
+    [(4, "all"), (4, "none"), (DENSE_EXPERTS_LIMIT + 8, "experts"), (DENSE_EXPERTS_LIMIT + 8, "none")],
+)
+def test_greedy_tokens_are_the_same(num_experts, packed, algorithm):
+    check(num_experts, packed, algorithm, KERNELS)
+
+
+def test_no_kernels_leave_the_model_alone(small_engine):
+    assert with_kernels(small_engine.target, KernelChoice()) is small_engine.target
+
+
+def test_choice_by_name(monkeypatch):
+    for wrong in ("triton", "Auto", ""):
+        with pytest.raises(ValueError, match=f"kernels: got {wrong!r}, allowed are auto, reference"):
+            ddtree_jax.load("demo", kernels=wrong)
+        with pytest.raises(ValueError, match="kernels: got"):
+            choose_kernels(wrong)
+    assert choose_kernels("auto") == choose_kernels("reference") == KernelChoice()  # on a CPU
+    monkeypatch.setattr(choice_module, "current_platform", lambda: H200)
+    assert choose_kernels("auto") == KernelChoice(H200)
+    assert choose_kernels("reference") == choose_kernels("auto", split=True) == KernelChoice()
