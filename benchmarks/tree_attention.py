@@ -57,7 +57,7 @@ def candidates(op: str, rows: int) -> list[Tiles]:
 
 def schedules(rows: int) -> list[Schedule]:
     """Of the Mosaic kernel: the variants, then splits for one, two and more waves of blocks."""
-    base = [Schedule(), Schedule(pair=True), Schedule(overlap=False), Schedule(seesaw=False)]
+    base = [Schedule(), Schedule(pair=True), Schedule(seesaw=False), Schedule(overlap=False)]
     splits = {17: (7, 15), 65: (2, 4)}.get(rows, ())
     return base + [dataclasses.replace(one, splits=n) for n in splits for one in base[:2]]
 
@@ -125,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--defaults", action="store_true", help="only the tiles that the library chooses")
     parser.add_argument("--only", choices=["triton", "mosaic"], help="variants of one implementation")
+    parser.add_argument("--first", type=int, help="only so many variants of each implementation")
     parser.add_argument("--no-xla", action="store_true", help="leave the plain XLA baseline out")
     args = parser.parse_args(argv)
     platform = current_platform()
@@ -138,12 +139,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         op = OPS[case.op]
         measure(case, "chosen", lambda *a, o=op, c=case: o(*a, implementation="triton", **c.static), arrays, roof)
         if not args.defaults and args.only != "mosaic":
-            for tiles in candidates(case.op, arrays[0].shape[1]):
+            for tiles in candidates(case.op, arrays[0].shape[1])[: args.first]:
                 kernel = KERNELS[case.op]
                 static = dict(case.static, platform=platform, tiles=tiles)
                 measure(case, describe(tiles), lambda *a, k=kernel, s=static: k(*a, **s), arrays, roof)
         if case.op == "mla_attention" and args.only != "triton":
-            for one in schedules(arrays[0].shape[1])[: 1 if args.defaults else None]:
+            for one in schedules(arrays[0].shape[1])[: 1 if args.defaults else args.first]:
                 static = dict(case.static, platform=platform, schedule=one)
                 name = " ".join(f"{k}={v}" for k, v in dataclasses.asdict(one).items() if v != getattr(Schedule(), k))
                 measure(case, f"mosaic {name}", lambda *a, s=static: mla_mosaic(*a, **s), arrays, roof)

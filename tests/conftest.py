@@ -1,6 +1,7 @@
 """Strict JAX settings for the whole suite, and the shipped pair loaded once."""
 
 import gc
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX up before any test module is imported: strict, and on the CPU unless gpu tests are chosen."""
+    # Mosaic's interpreter keeps a thread of XLA waiting for each barrier; with the two of a small machine it hangs.
+    os.environ.setdefault("PJRT_NPROC", "16")
     jax.config.update("jax_disable_most_optimizations", compiles_quickly(config))
     if not _gpu_chosen(config):
         jax.config.update("jax_platforms", "cpu")
