@@ -48,7 +48,7 @@ class Schedule:
       registers: of a thread that computes, and of one that copies.
     """
 
-    seesaw: bool = True
+    seesaw: bool = False
     overlap: bool = True
     pair: bool = False
     splits: int | None = None
