@@ -170,7 +170,7 @@ def test_what_is_refused():
         call(batch=2)
 
 
-def test_it_is_used_only_when_named():
+def test_other_gpus_do_not_try_it():
     op = OPS["mla_attention"]
     assert "mosaic" in op.implementations
     assert all("mosaic" not in op.names(platform) for platform in (B200, RTX_PRO_6000, HOST))
