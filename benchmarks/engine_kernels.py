@@ -39,6 +39,7 @@ from ddtree_jax.models.pair import Target, make_drafter
 from ddtree_jax.models.published import GLM_5, GLM_5_3_DFLASH2
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.choice import AUTO, KERNELS, choose_kernels
+from ddtree_jax.pallas.compile_programs import kernels_in
 from ddtree_jax.profiling import random_state
 
 START = time.perf_counter()
@@ -84,9 +85,7 @@ def prompts_of(name: str, engine: Engine) -> list[list[list[int]]]:
 
 def kernels_of(program: str) -> list[str]:
     """Names of the kernels that a compiled program calls, without their tile sizes (moe_down_r16_xw_...)."""
-    lines = [line for line in program.splitlines() if 'custom_call_target="__gpu$xla.gpu.triton"' in line]
-    words = [word for line in lines for word in re.findall(r'\bname = \\*"([A-Za-z]\w*)', line)]
-    return sorted({re.sub(r"_[a-z]?\d.*", "", word) for word in words})
+    return sorted({re.sub(r"_[a-z]?\d.*", "", name) for name in kernels_in(program)})
 
 
 class Round:
