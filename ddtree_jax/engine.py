@@ -151,10 +151,10 @@ class OpenedPair:
         for line in capacity.table().splitlines() if progress is not None else ():
             progress(line)
         capacity.require(self.name)
-        models = [
-            None if m is None else with_kernels(m.read(progress), self.kernels) for m in (self.target, self.drafter)
-        ]
-        return self._engine(*models)
+        opened = (self.target, self.drafter)
+        return self._engine(
+            *(None if o is None else with_kernels(o.read(progress), self.kernels, free=True) for o in opened)
+        )
 
     def _engine(self, target: Any, drafter: Any) -> Engine:
         # One `warned` for all: what was said about the outline is not said again about the engine.

@@ -15,12 +15,14 @@ from ddtree_jax.pallas.choice import KernelChoice
 from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, make_grid
 
 
-def with_kernels(model: Any, choice: KernelChoice) -> Any:
+def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any:
     """A target or drafter whose modules run on `choice`.
 
     Args:
-      model: a `Target` or `Drafter` with its weights; each packed weight is freed once it is laid out anew.
+      model: a `Target` or `Drafter` with its weights.
       choice: one without kernels gives the model back as it is.
+      free: deletes each packed weight of `model` once it is laid out anew, so that not all are there twice; `model`
+        cannot be used afterwards.
 
     The result computes the same function; it cannot be saved, since its weights are no longer in a checkpoint's form.
     """
@@ -28,10 +30,14 @@ def with_kernels(model: Any, choice: KernelChoice) -> Any:
         return model
     module = model.module()
     for _, node in list(nnx.iter_modules(module)):
+        old: tuple[PackedKernel, ...] = ()
         if isinstance(node, Linear) and isinstance(node.kernel, PackedKernel):
-            node.kernel = _linear_grid(node, choice)
+            old, node.kernel = (node.kernel,), _linear_grid(node, choice)
         if isinstance(node, MoE) and isinstance(node.gate_up, PackedKernel) and isinstance(node.down, PackedKernel):
+            old = (node.gate_up, node.down)
             node.gate_up, node.down = _expert_grids(node, choice)
+        for array in (array for kernel in old for array in _arrays(kernel) if free):
+            array.delete()
         if hasattr(node, "kernels"):
             node.kernels = choice
     graphdef, params = nnx.split(module)

@@ -87,10 +87,14 @@ def test_greedy_tokens_are_the_same_by_reference():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("algorithm", ["none", "dflash", "ddtree"])
 @pytest.mark.parametrize(
-    ("num_experts", "packed"),
-    [(4, "all"), (4, "none"), (DENSE_EXPERTS_LIMIT + 8, "experts"), (DENSE_EXPERTS_LIMIT + 8, "none")],
+    ("num_experts", "packed", "algorithm"),
+    [
+        (4, "all", "ddtree"),
+        (4, "none", "dflash"),
+        (DENSE_EXPERTS_LIMIT + 8, "experts", "ddtree"),
+        (DENSE_EXPERTS_LIMIT + 8, "none", "none"),
+    ],
 )
 def test_greedy_tokens_are_the_same(num_experts, packed, algorithm):
     check(num_experts, packed, algorithm, KERNELS)
@@ -98,6 +102,15 @@ def test_greedy_tokens_are_the_same(num_experts, packed, algorithm):
 
 def test_no_kernels_leave_the_model_alone(small_engine):
     assert with_kernels(small_engine.target, KernelChoice()) is small_engine.target
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_packed_weights_are_freed_only_when_asked(free):
+    engine = make_pair(4, packed="all")
+    old = [node.codes[...] for node in modules(engine, PackedKernel)]
+    fast = with_kernels(engine.target, KERNELS, free=free)
+    assert old and all(codes.is_deleted() == free for codes in old)
+    assert all(np.isfinite(leaf).all() for leaf in map(np.asarray, fast.arrays) if leaf.dtype == np.float32)
 
 
 def test_choice_by_name(monkeypatch):
