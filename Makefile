@@ -8,7 +8,8 @@ COMPILERS := .gpu-compilers
 COMPILERS_STAMP := $(COMPILERS)/.installed
 # The CUDA plugin of JAX exists for Linux alone; elsewhere the tests that compile kernels are skipped.
 ifeq ($(shell uname -s),Linux)
-COMPILE_KERNELS := --gpu-compilers $(COMPILERS)
+# With "=": as a word of its own the folder would be taken for a path of tests, and tests/conftest.py not be read.
+COMPILE_KERNELS := --gpu-compilers=$(COMPILERS)
 TEST_NEEDS := $(COMPILERS_STAMP)
 endif
 
