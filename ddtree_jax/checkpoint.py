@@ -81,6 +81,9 @@ def save_leaves(
 
 def _tensors(spec: TensorSpec, leaves: Mapping[tuple, Any], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     first = spec.parts[0]
+    if (*first.leaf, "words") in leaves:
+        reason = "laid out for kernels, which no file holds; load with kernels='reference' to save"
+        raise ValueError(f"{spec.name}: {reason}")
     if (*first.leaf, "codes") not in leaves:
         tensor = np.empty(spec.shape, np.float32 if spec.float32 else dtype)
         for part in spec.parts:

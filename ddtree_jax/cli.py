@@ -376,7 +376,7 @@ def _run_doctor_kernels(json_option: str | bool | None) -> int:
     # Told before minutes of measuring, not after.
     if not file or file.endswith(".md") or os.path.isdir(file) or not os.access(folder, os.W_OK):
         raise _UsageError(f"argument --json: cannot write {file!r}")
-    report = doctor.examine_kernels()
+    report = doctor.examine_kernels(lambda text: print(f"ddtree-jax: {text}", file=sys.stderr, flush=True))
     print(json.dumps(report.to_dict()) if json_option is True else report.text())
     paths = report.write(file)
     if json_option is not True:

@@ -36,8 +36,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kernels",
         default="auto",
-        metavar="CHOICE",
-        help="auto (default: the GPU kernels of this device, see `ddtree-jax doctor`) or reference (plain JAX)",
+        choices=("auto", "all", "reference"),
+        help="auto (default: the kernels of a GPU on which they have been run), all (also where they have only been "
+        "compiled: Blackwell) or reference (plain JAX)",
     )
     group.add_argument(
         ALLOW_HYBRID_UNSAFE,

@@ -271,10 +271,13 @@ def _kernels() -> list[Finding]:
     """Which implementation of each operation this machine takes for a representative call, and why not the others."""
     from ddtree_jax.pallas.backend import current_platform
     from ddtree_jax.pallas.cases.registry import load_registry
+    from ddtree_jax.pallas.choice import RUN_ON
     from ddtree_jax.pallas.dispatch import REFERENCE
 
     registry = load_registry()
     platform = current_platform()
+    unproven = platform.has_kernels and platform.generation not in RUN_ON
+    asked = ", only with kernels='all': never run on such a GPU" if unproven else ""
     findings = []
     for name, op in registry.ops.items():
         case = next((case for case in registry.cases if case.op == name), None)
@@ -293,7 +296,7 @@ def _kernels() -> list[Finding]:
         elif taken == REFERENCE and others:
             findings.append(Finding(f"kernel {name}", f"not available: plain JAX serves{because}", "info"))
         else:
-            findings.append(Finding(f"kernel {name}", f"{taken}{because}"))
+            findings.append(Finding(f"kernel {name}", f"{taken} for {case.name}{asked}{because}"))
     return findings
 
 

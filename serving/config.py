@@ -63,9 +63,10 @@ class ServerConfig:
     )
     kernels: str = _flag(
         "auto",
-        "the GPU kernels of this device (auto), or plain JAX (reference)",
+        "auto: the kernels of a GPU on which they have been run; all: also where they have only been compiled; "
+        "reference: plain JAX",
         group="models",
-        choices=("auto", "reference"),
+        choices=("auto", "all", "reference"),
     )
     mesh: str | None = _flag(
         None, "split over E x T devices: experts E ways, heads and widths T", group="models", metavar="ExT"

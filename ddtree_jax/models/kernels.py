@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from flax import nnx
 from ddtree_jax.models.linear import GridKernel, Linear, PackedKernel
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.pallas.choice import KernelChoice
-from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, make_grid
+from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight, make_grid
 
 
 def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any:
@@ -25,49 +27,61 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any
         cannot be used afterwards.
 
     The result computes the same function; it cannot be saved, since its weights are no longer in a checkpoint's form.
+
+    Raises:
+      ValueError: kernels for a model over a mesh.
     """
     if not choice.any:
         return model
+    if model.mesh is not None:
+        raise ValueError("choice: got kernels for a model over a mesh; allowed there is KernelChoice(), plain JAX")
     module = model.module()
     for _, node in list(nnx.iter_modules(module)):
-        old: tuple[PackedKernel, ...] = ()
         if isinstance(node, Linear) and isinstance(node.kernel, PackedKernel):
-            old, node.kernel = (node.kernel,), _linear_grid(node, choice)
+            node.kernel = _grid(node.kernel, _LINEAR[len(node.letters)], 0, choice, free)
         if isinstance(node, MoE) and isinstance(node.gate_up, PackedKernel) and isinstance(node.down, PackedKernel):
-            old = (node.gate_up, node.down)
-            node.gate_up, node.down = _expert_grids(node, choice)
-        for array in (array for kernel in old for array in _arrays(kernel) if free):
-            array.delete()
+            node.gate_up = _grid(node.gate_up, _by_expert if node.dense else _as_is, 1, choice, free)
+            node.down = _grid(node.down, _one_part, 1, choice, free)
         if hasattr(node, "kernels"):
             node.kernels = choice
     graphdef, params = nnx.split(module)
     return dataclasses.replace(model, graphdef=graphdef, params=params)
 
 
-def _linear_grid(linear: Linear, choice: KernelChoice) -> GridKernel:
-    codes, scales, factor = _arrays(linear.kernel)
-    if len(linear.letters) == 1:  # [.., in, out] -> [.., in, 1, out]
-        codes, scales, factor = (jnp.expand_dims(a, -2) for a in (codes, scales, factor))
-    stacked = codes.ndim == 4
-    return _grid(codes, scales, factor[..., 0, :, 0], stacked, choice)
+def _as_is(array: jax.Array) -> jax.Array:
+    return array
 
 
-def _expert_grids(moe: MoE, choice: KernelChoice) -> tuple[GridKernel, GridKernel]:
-    gate_up, down = _arrays(moe.gate_up), _arrays(moe.down)
-    stacked = down[0].ndim == 4
-    if moe.dense:  # [.., D, 2, E, I] -> [.., E, D, 2, I]
-        gate_up = tuple(jnp.moveaxis(a, -2, -4) for a in gate_up)
-    down = tuple(jnp.expand_dims(a, -2) for a in down)  # [.., E, I, D] -> [.., E, I, 1, D]
-    grids = [_grid(c, s, f[..., 0, :, 0], stacked, choice) for c, s, f in (gate_up, down)]
-    return grids[0], grids[1]
+def _one_part(array: jax.Array) -> jax.Array:
+    """[.., in, out] -> [.., in, 1, out]."""
+    return jnp.expand_dims(array, -2)
 
 
-def _arrays(kernel: PackedKernel) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return kernel.codes[...], kernel.scales[...], kernel.global_scale[...]
+def _by_expert(array: jax.Array) -> jax.Array:
+    """[.., D, 2, E, I] -> [.., E, D, 2, I]."""
+    return jnp.moveaxis(array, -2, -4)
 
 
-def _grid(codes: jax.Array, scales: jax.Array, factor: jax.Array, stacked: bool, choice: KernelChoice) -> GridKernel:
+_LINEAR = {1: _one_part, 2: _as_is}  # by how many output axes a kernel has
+
+
+def _grid(
+    kernel: PackedKernel, form: Callable[[jax.Array], jax.Array], own_axes: int, choice: KernelChoice, free: bool
+) -> GridKernel:
+    """form: brings the kernel's arrays to [.., in, parts, width]; own_axes: in front of these, without a stack's."""
+    arrays = (kernel.codes[...], kernel.scales[...], kernel.global_scale[...])
     arrangement = BYTES if choice.platform.converts_fp4 else SHIFTED
-    weight = make_grid(codes, scales, factor, arrangement=arrangement)
-    layer = jnp.arange(codes.shape[0], dtype=jnp.int32) if stacked else None
+    weight = _laid_out(*arrays, form=form, arrangement=arrangement)
+    for array in arrays if free else ():
+        array.delete()
+    stacked = len(weight.lead) > own_axes
+    layer = jnp.arange(weight.lead[0], dtype=jnp.int32) if stacked else None
     return GridKernel(weight, layer, choice)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "arrangement"))
+def _laid_out(
+    codes: jax.Array, scales: jax.Array, factor: jax.Array, *, form: Callable[[jax.Array], jax.Array], arrangement: str
+) -> GridWeight:
+    codes, scales, factor = map(form, (codes, scales, factor))
+    return make_grid(codes, scales, factor[..., 0, :, 0], arrangement=arrangement)

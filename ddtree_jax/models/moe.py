@@ -16,6 +16,7 @@ from ddtree_jax.models.layers import einsum, truncated_init
 from ddtree_jax.models.linear import GridKernel, SwiGLU, below, kernel_arrays, make_kernel, multiply, multiply_arrays
 from ddtree_jax.models.sharding import partition, target_dims
 from ddtree_jax.pallas.choice import KernelChoice
+from ddtree_jax.pallas.moe import MAX_ROWS
 from ddtree_jax.pallas.moe_plain import PlainExperts
 
 DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
@@ -99,13 +100,15 @@ class MoE(nnx.Module):
           (same shape as x, float32[E] share of tokens that chose each expert).
         """
         flat = x.reshape(-1, x.shape[-1])
-        if isinstance(self.gate_up, GridKernel) or self._plain_on_kernels:
+        if isinstance(self.gate_up, GridKernel) or (self._plain_on_kernels and flat.shape[0] <= MAX_ROWS):
             routed, load = self._grouped(flat, repeat)
             return routed.reshape(x.shape) + self.shared(x), load
         chosen, scores = self.route(flat)
         weights = self._normalised(jnp.where(chosen, scores, 0.0))
         if self.dense:
             routed = self._dense(flat, weights)
+        elif self._plain_on_kernels:
+            routed = self._ragged(flat, chosen, weights, repeat)
         elif self.indexes_stack:
             routed = self._hit_experts(flat, chosen, weights, repeat)
         else:
@@ -140,17 +143,21 @@ class MoE(nnx.Module):
         h = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1] * weights.astype(x.dtype)[:, :, None]
         return multiply("mei,eid->md", h, self.down)
 
-    def _ragged(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+    def _ragged(
+        self, x: jax.Array, chosen: jax.Array, weights: jax.Array, repeat: jax.Array | None = None
+    ) -> jax.Array:
         k = self.config.num_experts_per_tok
         top, experts = jax.lax.top_k(jnp.where(chosen, weights, -1.0), k)
         flat = experts.reshape(-1)
         order = jnp.argsort(flat)
         sizes = jnp.bincount(flat, length=weights.shape[-1]).astype(jnp.int32)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        gate_up = self.gate_up[...]
+        gate_up, down = self.gate_up[...], self.down[...]
+        if repeat is not None:
+            gate_up, down = (jax.lax.dynamic_index_in_dim(a, repeat, keepdims=False) for a in (gate_up, down))
         gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
         gate, up = jnp.split(jax.lax.ragged_dot(x[order // k], gate_up, sizes, precision=precision), 2, axis=-1)
-        y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes, precision=precision)
+        y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes, precision=precision)
         back = jnp.argsort(order)
         y = y[back].reshape(x.shape[0], k, -1)
         return jnp.sum(y * top.astype(y.dtype)[:, :, None], axis=1)

@@ -1,1 +1,1 @@
-"""Device operations that choose between implementations. So far: exact top-K over the vocabulary, in plain XLA."""
+"""Operations with several implementations: GPU kernels and their plain-JAX references. `api` is the table."""

@@ -6,10 +6,12 @@ import dataclasses
 from typing import Any
 
 from ddtree_jax.pallas.api import OPS
-from ddtree_jax.pallas.backend import HOST, Platform, current_platform
+from ddtree_jax.pallas.backend import HOPPER, HOST, Platform, current_platform
 
-AUTO, REFERENCE = "auto", "reference"
-KERNELS = (AUTO, REFERENCE)
+AUTO, ALL, REFERENCE = "auto", "all", "reference"
+KERNELS = (AUTO, ALL, REFERENCE)
+# Where kernels have been run and checked; elsewhere they only compile.
+RUN_ON = (HOPPER,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,11 @@ def choose_kernels(name: str, *, split: bool = False) -> KernelChoice:
     """The choice of `load(kernels=)`.
 
     Args:
-      name: "auto", the kernels of this device, if any; "reference", plain JAX.
+      name: "auto", the kernels of this device if they have ever been run on its generation; "all", also those that
+        have only been compiled; "reference", plain JAX.
       split: parameters lie on several devices: references, which XLA can partition.
     """
     if name not in KERNELS:
         raise ValueError(f"kernels: got {name!r}, allowed are {', '.join(KERNELS)}")
-    return KernelChoice() if name == REFERENCE or split else KernelChoice(current_platform())
+    platform = HOST if name == REFERENCE or split else current_platform()
+    return KernelChoice(platform) if name == ALL or platform.generation in RUN_ON else KernelChoice()

@@ -66,6 +66,10 @@ def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
         raise NotImplementedError(f"{q.shape[1]} rows of {q.shape[2]} heads: a multiple of {_TILE} heads only")
     if cache.shape[2] < _TILE:
         raise NotImplementedError(f"a cache of {cache.shape[2]} slots: {_TILE} or more only")
+    try:
+        import jax.experimental.pallas.mosaic_gpu  # noqa: F401
+    except ImportError as error:
+        raise NotImplementedError(f"Mosaic GPU cannot be imported: {error}") from None
 
 
 def mla_mosaic(

@@ -20,7 +20,16 @@ from ddtree_jax.pallas import moe_plain
 from ddtree_jax.pallas.backend import Platform, require_kernels, store, triton_call
 from ddtree_jax.pallas.moe_plain import PlainExperts
 from ddtree_jax.pallas.moe_tiles import ExpertTiles, combine, make_tiles
-from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, num_parts, prepare_rows
+from ddtree_jax.pallas.nvfp4_grid import (
+    GROUPS,
+    ROWS,
+    STEP,
+    GridWeight,
+    decode_grid,
+    num_parts,
+    part_factors,
+    prepare_rows,
+)
 from ddtree_jax.pallas.nvfp4_kernel import accumulate, require_arrangement, restore
 
 MAX_ROWS = 512  # in one call; more rows hit every expert several times over
@@ -92,7 +101,8 @@ def moe_reference(
         own = jax.tree.map(pick, weight)
         if isinstance(own, PlainExperts):
             return moe_plain.times_expert(x, own)
-        return moe_plain.times_expert(x, PlainExperts(decode_grid(own, x.dtype)))
+        product = moe_plain.times_expert(x, PlainExperts(decode_grid(own, x.dtype, factors=False)))
+        return product * part_factors(own)[None, :, None]  # as the kernels: the factor multiplies the sum
 
     def body(i: jax.Array, total: jax.Array) -> jax.Array:
         e = order[i]

@@ -183,20 +183,29 @@ def scale_values(scales: jax.Array) -> jax.Array:
     return jnp.where(code == int(_SCALE_NAN), jnp.float32(jnp.nan), value)
 
 
-def decode_grid(weight: GridWeight, dtype: jnp.dtype) -> jax.Array:
-    """[..., K, P, width] in `dtype`: the plain weight. Products are made in float32 and rounded once."""
+def decode_grid(weight: GridWeight, dtype: jnp.dtype, *, factors: bool = True) -> jax.Array:
+    """[..., K, P, width] in `dtype`: the plain weight. Products are made in float32 and rounded once.
+
+    factors: False leaves the global scales out (`part_factors`); codes times scales are exact in bfloat16.
+    """
     scales = scale_values(weight.scales)
     columns = [
         code_values(group_codes(weight.words[..., i // 8, :, :], i, weight.arrangement)) * scales for i in range(GROUP)
     ]
     values = jnp.stack(columns, axis=-1)  # [..., NB, KB, ROWS, G, 16]
-    values = values * weight.factors[..., None, None, None, None]
+    if factors:
+        values = values * weight.factors[..., None, None, None, None]
     lead, blocks, steps = weight.lead, weight.num_blocks, weight.num_steps
     values = values.astype(dtype).reshape(*lead, weight.parts, -1, steps, ROWS, STEP)
     axes = len(lead)
     order = (*range(axes), axes + 2, axes + 4, axes, axes + 1, axes + 3)  # KB, STEP, P, blocks, ROWS
     plain = values.transpose(order).reshape(*lead, steps * STEP, weight.parts, blocks // weight.parts * ROWS)
     return plain[..., : weight.k, :, : weight.width]
+
+
+def part_factors(weight: GridWeight) -> jax.Array:
+    """float32[..., P]: the global scale of each part."""
+    return weight.factors.reshape(*weight.lead, weight.parts, -1)[..., 0]
 
 
 def prepare_rows(x: jax.Array, steps: int, join: int = 1) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import Platform, require_kernels, triton_call
-from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, prepare_rows
+from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, part_factors, prepare_rows
 from ddtree_jax.pallas.nvfp4_kernel import accumulate, require_arrangement, restore
 
 MAX_ROWS = 128  # in one kernel call; beyond, unpacking the weight once is cheaper
@@ -37,6 +37,10 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 3
     join: int = 1
+
+    def __post_init__(self) -> None:
+        if self.join > 1 and self.weights_first and self.rows >= 32:
+            raise ValueError(f"tiles: got {self}; weights first with {self.rows} rows allow join 1 alone")
 
     @property
     def label(self) -> str:
@@ -82,10 +86,10 @@ def nvfp4_matmul_reference(
         arrays = [jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in arrays]
     words, scales, factors = arrays
     one = dataclasses.replace(weight, words=words, scales=scales, factors=factors)
-    plain = decode_grid(one, x.dtype)
+    plain = decode_grid(one, x.dtype, factors=False)  # as the kernel: the factor multiplies the sum
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jnp.einsum("mk,kpn->mpn", x, plain, precision=precision, preferred_element_type=jnp.float32)
-    return out.astype(out_dtype)
+    return (out * part_factors(one)[None, :, None]).astype(out_dtype)
 
 
 def nvfp4_matmul_triton(

@@ -22,7 +22,7 @@ from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT, MoE
 from ddtree_jax.models.params import packed_kernels
 from ddtree_jax.pallas import choice as choice_module
 from ddtree_jax.pallas.api import OPS
-from ddtree_jax.pallas.backend import H200, INTERPRETED
+from ddtree_jax.pallas.backend import B200, H200, INTERPRETED
 from ddtree_jax.pallas.choice import KernelChoice, choose_kernels
 from tests.engine.conftest import DRAFTER, TARGET
 
@@ -115,11 +115,15 @@ def test_packed_weights_are_freed_only_when_asked(free):
 
 def test_choice_by_name(monkeypatch):
     for wrong in ("triton", "Auto", ""):
-        with pytest.raises(ValueError, match=f"kernels: got {wrong!r}, allowed are auto, reference"):
+        with pytest.raises(ValueError, match=f"kernels: got {wrong!r}, allowed are auto, all, reference"):
             ddtree_jax.load("demo", kernels=wrong)
         with pytest.raises(ValueError, match="kernels: got"):
             choose_kernels(wrong)
     assert choose_kernels("auto") == choose_kernels("reference") == KernelChoice()  # on a CPU
+    assert not choose_kernels("all").any
     monkeypatch.setattr(choice_module, "current_platform", lambda: H200)
-    assert choose_kernels("auto") == KernelChoice(H200)
+    assert choose_kernels("auto") == choose_kernels("all") == KernelChoice(H200)
     assert choose_kernels("reference") == choose_kernels("auto", split=True) == KernelChoice()
+    monkeypatch.setattr(choice_module, "current_platform", lambda: B200)  # where no kernel has ever run
+    assert choose_kernels("auto") == KernelChoice() and choose_kernels("all") == KernelChoice(B200)
+    assert choose_kernels("all", split=True) == KernelChoice()

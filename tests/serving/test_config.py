@@ -110,7 +110,7 @@ def test_a_flag_without_a_value_is_on():
         (("--grace-period", "nan"), "got nan"),
         (("--grace-period", "-1"), "got -1"),
         (("--dtype", "int8"), "got 'int8', allowed is auto, float32, bfloat16"),
-        (("--kernels", "fast"), "got 'fast', allowed is auto, reference"),
+        (("--kernels", "fast"), "got 'fast', allowed is auto, all, reference"),
         (("--log-level", "loud"), "got 'loud'"),
         (("--disable-radix-cache", "maybe"), "got 'maybe', allowed is true and false"),
         (
