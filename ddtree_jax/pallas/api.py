@@ -21,8 +21,10 @@ def _op(
     implementations: Mapping[str, Implementation],
     preferred: tuple[str, ...] = (TRITON,),
     generations: tuple[str, ...] = KERNEL_GPUS,
+    own: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Op:
-    return Op(name, implementations, {generation: preferred for generation in generations})
+    """own: generations with an order of their own."""
+    return Op(name, implementations, {generation: preferred for generation in generations} | dict(own or {}))
 
 
 OPS: dict[str, Op] = {
@@ -40,7 +42,7 @@ OPS: dict[str, Op] = {
                 "mosaic": tree_attention.mla_attention_mosaic,
                 REFERENCE: tree_attention.mla_attention_reference,
             },
-            ("mosaic", TRITON),
+            own={HOPPER: ("mosaic", TRITON)},
         ),
         _op(
             "mla_attention_selected",
