@@ -107,6 +107,10 @@ def gqa_triton(
     kv_heads = k_cache.shape[3] // head_dim
     if not is_power_of_two(head_dim) or head_dim < 16:
         raise NotImplementedError(f"head dim {head_dim} must be a power of two of at least 16")
+    # Wider heads overflow the shared memory, which only the compiler would say.
+    widest = 128 if platform.generation == BLACKWELL_RTX else 256
+    if head_dim > widest:
+        raise NotImplementedError(f"head dim {head_dim}; on this GPU the kernel is made for up to {widest}")
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotImplementedError(f"dtype {q.dtype}")
     tiles = gqa_tiles(q, kv_heads, platform) if tiles is None else tiles

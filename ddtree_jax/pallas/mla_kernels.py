@@ -28,6 +28,7 @@ from ddtree_jax.pallas.split_attention import (
 _FIND = 64
 # Exact float32 products run outside of the tensor cores, with whole rows of the operands in registers.
 _WIDEST_FLOAT32 = 128
+_WIDEST, _WIDEST_ROPE = 512, 64
 
 
 def mla_tiles(q: Any, rank: int, platform: Platform) -> Tiles:
@@ -48,6 +49,8 @@ def _check(q: Any, rank: int) -> None:
     rope = q.shape[-1] - rank
     if not (is_power_of_two(rank) and is_power_of_two(rope) and rank >= 16 and rope >= 16):
         raise NotImplementedError(f"rank {rank} and rope {rope} must be powers of two of at least 16")
+    if rank > _WIDEST or rope > _WIDEST_ROPE:  # which only the compiler would say: shared memory overflows
+        raise NotImplementedError(f"rank {rank} and rope {rope}; the kernel is made for {_WIDEST} and {_WIDEST_ROPE}")
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotImplementedError(f"dtype {q.dtype}")
     if q.dtype == jnp.float32 and rank > _WIDEST_FLOAT32:

@@ -355,3 +355,27 @@ def test_cases_on_the_gpu(case):
     arrays = jax.jit(case.make)(jax.random.key(1))
     run = jax.jit(lambda *a: OPS[case.op](*a, implementation="triton", platform=current_platform(), **case.static))
     assert case.check(arrays, run(*arrays)) <= case.tolerance
+
+
+@pytest.mark.parametrize(("platform", "fits", "wide"), [(H200, 256, 512), (RTX_PRO_6000, 128, 256)])
+def test_heads_too_wide_for_shared_memory_are_refused_before_the_compiler_is(platform, fits, wide):
+    def shapes(head_dim):
+        row = jax.ShapeDtypeStruct((1, 2, 2 * head_dim), jnp.bfloat16)
+        cache = jax.ShapeDtypeStruct((1, 1, 64, 2 * head_dim), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((1, 2, 4, head_dim), jnp.bfloat16)
+        numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        return q, cache, cache, *numbers, row, row, jax.ShapeDtypeStruct((1, 2, 2), jnp.bool_)
+
+    explain = functools.partial(OPS["gqa_attention"].explain, scale=0.1, platform=platform)
+    assert explain(*shapes(fits))["triton"] is None
+    assert explain(*shapes(wide))["triton"].startswith(f"head dim {wide};")
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(1024, 64), (512, 128)])
+def test_latents_too_wide_are_refused_before_the_compiler_is(rank, rope):
+    c = rank + rope
+    q, cache = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2, 64, c), (1, 1, 64, c)))
+    row, mask = jax.ShapeDtypeStruct((1, 2, c), jnp.bfloat16), jax.ShapeDtypeStruct((1, 2, 2), jnp.bool_)
+    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    reasons = OPS["mla_attention"].explain(q, cache, *numbers, row, mask, rank=rank, scale=0.1, platform=H200)
+    assert f"rank {rank} and rope {rope}" in reasons["triton"] and reasons["mosaic"] and reasons["reference"] is None
