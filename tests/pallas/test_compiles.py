@@ -64,6 +64,7 @@ def assert_all_compile(report: compile_check.Report) -> None:
             assert any(p["status"] == "ok" for p in done), f"{name} {implementation} serves no case on {generation}"
 
 
+@pytest.mark.timeout(1200)  # the fixture: minutes of compiling on two cores
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_every_choice_of_tiles_compiles(kernels, platform):
     assert_all_compile(kernels[platform])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -49,6 +49,8 @@ class Case:
         changes a cache in place: the benchmark feeds it into the next call, where a second use of the argument would
         cost a copy of it.
       code: key of `compile_targets.TARGETS` -> strings that a program of this case holds, beside `registry.Expected`.
+      compile_slow: left out of the compile check unless every case is asked for: another case of the operation has
+        nearly its code.
     """
 
     op: str
@@ -64,3 +66,9 @@ class Case:
     rotate: tuple[int, ...] = ()
     carries: Mapping[int, int] = dataclasses.field(default_factory=dict)
     code: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    compile_slow: bool = False
+
+
+def rarely_compiled(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """The cases with `compile_slow`."""
+    return tuple(dataclasses.replace(case, compile_slow=True) for case in cases)
