@@ -32,6 +32,7 @@ def test_generate_streams_the_text_and_ends_with_the_statistics(library, capsys)
     assert out == f"one two ☃\n{library.chunks[-1].stats.summary_line()}\n"
     ((where, options),) = library.loads
     assert where == ("demo", None) and callable(options.pop("check"))
+    assert options.pop("kernels") == "auto"
     assert options == {"dtype": "auto", "mesh": None, "allow_hybrid_unsafe": False, "progress": None}
     assert library.streams == [
         (
@@ -73,11 +74,12 @@ def test_every_option_reaches_the_library(library, capsys):
         *("generate", "p", "--target", "T", "--drafter", "D", "--dtype", "bfloat16"),
         *("--max-new-tokens", "5", "--algorithm", "DDTree", "--budget", "9", "--temperature", "0.5"),
         *("--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "-7", "--stop-token-ids", "4, 5"),
-        HYBRID_FLAG,
+        *(HYBRID_FLAG, "--kernels", "reference"),
     )
     assert status == 0
     ((where, options),) = library.loads
     assert where == ("T", "D") and callable(options.pop("check"))
+    assert options.pop("kernels") == "reference"
     assert options == {"dtype": "bfloat16", "mesh": None, "allow_hybrid_unsafe": True, "progress": None}
     ((prompt, options),) = library.streams
     assert prompt == "p"

@@ -53,17 +53,26 @@ def test_on_a_cpu_the_kernels_say_why_not(monkeypatch):
     monkeypatch.setattr(registry, "load_registry", lambda: table)
     assert kernels(doctor._kernels()) == {
         "kernel toy_product": ("info", "not available: plain JAX serves (hopper_only: needs a Hopper GPU)"),
-        "kernel toy_row": ("ok", "reference"),
+        "kernel toy_row": ("ok", "reference for a cache of 10"),
     }
 
 
 def test_what_is_taken_and_why_the_others_are_not(toys):
-    value = "fast (hopper_only: needs a Hopper GPU)"
+    value = "fast for 4 rows (hopper_only: needs a Hopper GPU)"
     assert kernels(doctor._kernels())["kernel toy_product"] == ("ok", value)
 
 
 def test_the_order_of_the_generation_decides(toys, hopper):
-    assert kernels(doctor._kernels())["kernel toy_product"] == ("ok", "hopper_only (fast: by name only)")
+    assert kernels(doctor._kernels())["kernel toy_product"] == ("ok", "hopper_only for 4 rows (fast: by name only)")
+
+
+def test_where_no_kernel_has_run_they_are_asked_for(monkeypatch):
+    product = Op("toy_product", TOYS.ops["toy_product"].implementations, {backend.BLACKWELL: ("fast",)})
+    table = Registry({**TOYS.ops, "toy_product": product}, TOYS.cases)
+    monkeypatch.setattr(registry, "load_registry", lambda: table)
+    monkeypatch.setattr(backend, "current_platform", lambda: backend.B200)
+    status, value = kernels(doctor._kernels())["kernel toy_product"]
+    assert status == "ok" and "fast for 4 rows, only with kernels='all': never run on such a GPU" in value
 
 
 def test_an_operation_that_nothing_serves_is_bad(toys, monkeypatch):

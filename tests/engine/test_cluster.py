@@ -178,7 +178,8 @@ def test_the_mesh_reaches_load(monkeypatch):
     monkeypatch.setitem(vars(ddtree_jax), "load", load)
     for mesh in ("1x1", "1"):
         assert cli.main(["generate", "x", "--mesh", mesh]) == 2
-    expected = {"dtype": "auto", "mesh": ddtree_jax.make_mesh(), "allow_hybrid_unsafe": False, "progress": None}
+    expected = {"dtype": "auto", "mesh": ddtree_jax.make_mesh(), "kernels": "auto"}
+    expected |= {"allow_hybrid_unsafe": False, "progress": None}
     for where, options in loads:
         options.pop("check")
         assert (where, options) == (("demo", None), expected)
