@@ -369,7 +369,8 @@ def round_functions(
         cache: Cache, draft_cache: Cache | None, verified: Verified, node_ids: jax.Array, counts: jax.Array
     ) -> tuple[Cache, Cache | None]:
         places = in_order(plan, counts.shape[0]) if slots is None else slots
-        in_place = target.kernels.any and slots is None
+        kernels = getattr(target, "kernels", KernelChoice())  # a target without any has no such attribute
+        in_place = kernels.any and slots is None
         if drafter is not None:
             features = gather_rows(verified.features, node_ids, node_axis=1, batch_axis=0)
             lengths = cache.lengths if slots is None else jnp.take(cache.lengths, slots)
@@ -378,11 +379,11 @@ def round_functions(
                 context = drafter.context_rows(features, positions)
             if in_place:
                 path = jnp.broadcast_to(jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None], node_ids.shape)
-                draft_cache = commit_in_place(target.kernels, draft_cache, context, path, counts)
+                draft_cache = commit_in_place(kernels, draft_cache, context, path, counts)
             else:
                 draft_cache = write_rows(draft_cache, context, counts, places)
         if in_place:
-            written = commit_in_place(target.kernels, cache, verified.rows, node_ids, counts)
+            written = commit_in_place(kernels, cache, verified.rows, node_ids, counts)
         else:
             rows = gather_rows(verified.rows, node_ids, node_axis=2, batch_axis=1)
             written = write_rows(cache, rows, counts, places)
