@@ -351,7 +351,7 @@ class DecoderLayer(nnx.Module):
         self,
         h: jax.Array,
         selection: jax.Array,
-        context: dict[str, jax.Array] | None,
+        context: dict[str, Any] | None,
         block: _Block,
         repeat: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], jax.Array | None]:
@@ -498,8 +498,8 @@ class Glm5(nnx.Module):
             causal_implementation=causal_implementation,
             kernels=kernels,
         )
-        # What the first layer attends to: without an indexer all that is visible. Kernels take that as it is, and
-        # otherwise a list of columns, which the first layer, a full one, makes.
+        # The selection before the first layer. Plain JAX carries a mask. Kernels carry a list of columns: empty without
+        # an indexer, when they attend to all that is visible, and else filled by the first layer, which has one.
         listed = jnp.full((b, t, self.config.index_topk if use_indexer else 0), -1, jnp.int32)
         slots = jnp.full((self.config.num_hidden_layers,), len(layer_ids), jnp.int32)
         if layer_ids:

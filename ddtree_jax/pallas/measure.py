@@ -27,8 +27,8 @@ from ddtree_jax.pallas.cases.base import WHOLE, Case
 
 # The rotated copies together are this many times the L2 cache.
 _L2_MULTIPLE = 4
-_MAX_CALLS = 8
 # A loop around one short kernel pays some 20 us a trip of its own: put several calls into a trip.
+_MAX_CALLS = 8
 _REPEATS = 5
 _SAMPLE_S = 0.03
 _MAX_TRIPS = 100_000

@@ -25,7 +25,14 @@ from jax.experimental import pallas as pl
 from ddtree_jax.models.quant import GROUP
 from ddtree_jax.pallas.backend import BLACKWELL, Platform
 from ddtree_jax.pallas.fp4_activations import quantise_activations
-from ddtree_jax.pallas.nvfp4_w4a4_matmul import SCALE_COLUMNS, SCALE_ROWS, Sizes, check_arguments, swizzle_scales
+from ddtree_jax.pallas.nvfp4_w4a4_matmul import (
+    SCALE_COLUMNS,
+    SCALE_ROWS,
+    Sizes,
+    check_arguments,
+    split_steps,
+    swizzle_scales,
+)
 from ddtree_jax.pallas.nvfp4_w4a4_matmul import whole_scale as whole_scale_of
 
 MAX_ROWS = 256
@@ -80,10 +87,8 @@ def choose_tiles(sizes: Sizes, platform: Platform) -> Tiles:
     tokens = max(16, 1 << (sizes.m - 1).bit_length())
     # Two blocks on a multiprocessor where they fit: one loads while the other stores its result.
     blocks = 2 if tokens <= 128 else 1
-    steps, split = sizes.k // block_k, 1
-    programs = sizes.n // _ROWS_OF_A_PRODUCT
-    while programs * split < blocks * platform.cores and steps % (2 * split) == 0 and steps // (2 * split) >= 4:
-        split *= 2
+    steps = sizes.k // block_k
+    split = split_steps(steps, sizes.n // _ROWS_OF_A_PRODUCT, blocks * platform.cores)
     tiles = Tiles(tokens, block_k, 1, split)
     stages = min(8, steps // split, (platform.shared_memory // blocks - _RESERVED) // tiles.stage_bytes)
     tiles = dataclasses.replace(tiles, stages=max(1, stages))

@@ -85,6 +85,17 @@ def check_arguments(x: Any, codes: Any, scales: Any, global_scale: Any, input_sc
     return Sizes(m, n, k, scales.ndim == 4)
 
 
+def split_steps(steps: int, programs: int, wanted: int) -> int:
+    """Parts of K, a power of two that divides its `steps`, so that `programs` times as many are about `wanted`.
+
+    Weights are read once whatever the split, but each part needs some steps to overlap loads and products.
+    """
+    split = 1
+    while programs * split < wanted and steps % (2 * split) == 0 and steps // (2 * split) >= 4:
+        split *= 2
+    return split
+
+
 def whole_scale(global_scale: Any, input_scale: Any) -> jax.Array:
     """What the sum of codes and block scales is multiplied by, float32 []."""
     return jnp.reshape(input_scale, ()) * jnp.reshape(global_scale, ())

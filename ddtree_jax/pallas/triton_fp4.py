@@ -21,7 +21,13 @@ import jax.numpy as jnp
 from ddtree_jax.models.quant import GROUP
 from ddtree_jax.pallas.backend import BLACKWELL, BLACKWELL_RTX, Platform
 from ddtree_jax.pallas.fp4_activations import quantise_activations
-from ddtree_jax.pallas.nvfp4_w4a4_matmul import Sizes, check_arguments, unswizzle_scales, whole_scale
+from ddtree_jax.pallas.nvfp4_w4a4_matmul import (
+    Sizes,
+    check_arguments,
+    split_steps,
+    unswizzle_scales,
+    whole_scale,
+)
 
 MAX_ROWS = 256
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
@@ -64,11 +70,7 @@ def choose_tiles(sizes: Sizes, platform: Platform) -> Tiles:
     block_m = min(128, max(16, 1 << (sizes.m - 1).bit_length()))
     warps = 8 if block_m == 128 else 4
     programs = sizes.n // block_n * -(-sizes.m // block_m)
-    split, steps = 1, sizes.k // block_k
-    # Weights are read once whatever the split. More parts until every multiprocessor has two programs, but each part
-    # needs some steps to overlap loads and products.
-    while programs * split < 2 * platform.cores and steps % (2 * split) == 0 and steps // (2 * split) >= 4:
-        split *= 2
+    split = split_steps(sizes.k // block_k, programs, 2 * platform.cores)
     stages = 4
     tiles = Tiles(block_m, block_n, block_k, split, warps, stages)
     while tiles.shared_memory > platform.shared_memory // 2 and tiles.num_stages > 2:  # two programs on each
