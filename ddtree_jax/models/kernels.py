@@ -1,4 +1,4 @@
-"""Makes a loaded model run on GPU kernels: lays packed weights out for them, and tells its modules."""
+"""Makes a loaded model run on GPU kernels: lays packed weights out for them, keeps plain ones whole, tells modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ddtree_jax.models.linear import GridKernel, Linear, PackedKernel
+from ddtree_jax.models.linear import GridKernel, LayerKernel, Linear, PackedKernel
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.pallas.choice import KernelChoice
 from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight, make_grid
@@ -39,6 +39,8 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any
     for _, node in list(nnx.iter_modules(module)):
         if isinstance(node, Linear) and isinstance(node.kernel, PackedKernel):
             node.kernel = _grid(node.kernel, _LINEAR[len(node.letters)], 0, choice, free)
+        elif isinstance(node, Linear) and _is_stacked(node):
+            node.kernel = LayerKernel(node.kernel[...], choice)
         if isinstance(node, MoE) and isinstance(node.gate_up, PackedKernel) and isinstance(node.down, PackedKernel):
             node.gate_up = _grid(node.gate_up, _by_expert if node.dense else _as_is, 1, choice, free)
             node.down = _grid(node.down, _one_part, 1, choice, free)
@@ -46,6 +48,11 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any
             node.kernels = choice
     graphdef, params = nnx.split(module)
     return dataclasses.replace(model, graphdef=graphdef, params=params)
+
+
+def _is_stacked(linear: Linear) -> bool:
+    """Whether the kernel, a plain parameter, has an axis of layers in front of [in, *out]."""
+    return isinstance(linear.kernel, nnx.Param) and linear.kernel.ndim > 1 + len(linear.letters)
 
 
 def _as_is(array: jax.Array) -> jax.Array:

@@ -73,7 +73,30 @@ class GridKernel(nnx.Module):
         return y.reshape(*x.shape[:-1], *tail)
 
 
-Kernel = nnx.Param | PackedKernel | GridKernel
+class LayerKernel(nnx.Module):
+    """A plain kernel of stacked layers [R, in, *out], read in place; `kernels.with_kernels` makes it of a parameter.
+
+    layer: int32[R], each layer's own index, which a loop over layers slices.
+    """
+
+    def __init__(self, values: jax.Array, choice: KernelChoice):
+        self.values = WholeParam(values)
+        self.layer = nnx.Param(jnp.arange(values.shape[0], dtype=jnp.int32))
+        self.choice = choice
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.values[...].dtype
+
+    def multiply(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        """[..., in] -> [..., *out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        values, layer = self.values[...], self.layer[...]
+        y = self.choice.run("layer_matmul", rows, values, layer, out_dtype=out_dtype or x.dtype)
+        return y.reshape(*x.shape[:-1], *y.shape[1:])
+
+
+Kernel = nnx.Param | PackedKernel | GridKernel | LayerKernel
 
 
 def make_kernel(
@@ -149,7 +172,7 @@ class Linear(nnx.Module):
         self.letters = "opq"[: len(out)]
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        if isinstance(self.kernel, GridKernel):
+        if isinstance(self.kernel, (GridKernel, LayerKernel)):
             return self.kernel.multiply(x, out_dtype)
         return multiply(f"...i,i{self.letters}->...{self.letters}", x, self.kernel, out_dtype=out_dtype)
 

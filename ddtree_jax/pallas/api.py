@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddtree_jax.pallas import commit_rows as commit
-from ddtree_jax.pallas import index_select, indexer, moe, nvfp4_matmul, tree_attention, vocab_rows, vocab_topk
+from ddtree_jax.pallas import (
+    index_select,
+    indexer,
+    layer_matmul,
+    moe,
+    nvfp4_matmul,
+    tree_attention,
+    vocab_rows,
+    vocab_topk,
+)
 from ddtree_jax.pallas.backend import BLACKWELL, BLACKWELL_RTX, HOPPER, OTHER_GPU
 from ddtree_jax.pallas.dispatch import REFERENCE, Implementation, Op
 from ddtree_jax.pallas.mosaic_fp4 import nvfp4_w4a4_matmul_mosaic
@@ -33,6 +42,10 @@ OPS: dict[str, Op] = {
         _op(
             "nvfp4_matmul",
             {TRITON: nvfp4_matmul.nvfp4_matmul_triton, REFERENCE: nvfp4_matmul.nvfp4_matmul_reference},
+        ),
+        _op(
+            "layer_matmul",
+            {TRITON: layer_matmul.layer_matmul_triton, REFERENCE: layer_matmul.layer_matmul_reference},
         ),
         _op("moe", {TRITON: moe.moe_triton, REFERENCE: moe.moe_reference}),
         _op(

@@ -161,8 +161,9 @@ def loop_program(run: Run, case: Case, plan: Plan) -> Run:
     """(trips, carried, inputs) -> (carried, results of each call of the last trip).
 
     Nothing is added to the calls but a counter. The results are what the loop hands on, so none is dropped; what a call
-    has of its own passes a barrier with the counter, so none is moved out of the loop; the copies are picked by an
-    unrolled body, so none is copied. The results start as garbage.
+    has of its own passes a barrier with the counter, so none is moved out of the loop, and one with the result before
+    it, so that calls stay apart; the copies are picked by an unrolled body, so none is copied. The results start as
+    garbage.
     """
     states = _states(case, plan)
     call = jax.jit(run)  # traced once, not once a call
@@ -188,6 +189,10 @@ def loop_program(run: Run, case: Case, plan: Plan) -> Run:
             state, results = list(carried), []
             for index in range(plan.calls):
                 now = dataclasses.replace(now, carried=tuple(state))
+                if has_own and results and not case.carries:
+                    # One after the other: XLA would make one product of several with the same weights.
+                    own, _ = lax.optimization_barrier((now.own[index], _smallest(results[-1])))
+                    now = dataclasses.replace(now, own=(*now.own[:index], own, *now.own[index + 1 :]))
                 handed_on, result = split(call(*arguments(case, plan, now, index)))
                 state[index % len(states)] = handed_on
                 results.append(result)
@@ -286,6 +291,10 @@ def _maker(case: Case, indices: Sequence[int]) -> Callable[[jax.Array], dict[int
         return {index: made[index] for index in indices}
 
     return jax.jit(some) if indices else lambda key: {}
+
+
+def _smallest(tree: Any) -> Any:
+    return min(jax.tree.leaves(tree), key=_bytes)
 
 
 def _bytes(tree: Any) -> int:

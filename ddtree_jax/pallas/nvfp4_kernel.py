@@ -117,13 +117,15 @@ def accumulate(
       join: places that go into one product, 1, 2 or 4.
     """
     factors = scale_pairs(scales, platform)
+    # Tensor cores cut off the low bits of a running sum: for float32 rows a tile has a sum of its own.
+    own_sum = jnp.zeros_like(total) if parts > 1 else total
     for n in range(GROUP // join):
         own = [weights(words[i // 8], factors, i, platform, arrangement) for i in range(n * join, (n + 1) * join)]
         w = _interleave(own).reshape(own[0].shape[0], -1)
         for part in range(parts):
             x = x_tile(part, n)
-            total += dot(w, x, trans_b=True) if weights_first else dot(x, w, trans_b=True)
-    return total
+            own_sum += dot(w, x, trans_b=True) if weights_first else dot(x, w, trans_b=True)
+    return total + own_sum if parts > 1 else own_sum
 
 
 def _interleave(tiles: list[jax.Array]) -> jax.Array:

@@ -113,16 +113,21 @@ def nvfp4_matmul_triton(
     if layer is None:
         arrays = [a[None] for a in arrays]
         layer = jnp.int32(0)
-    out = _run(x, arrays, layer.reshape(1), weight.arrangement, tiles, platform)
-    out = out.reshape(out.shape[0], weight.parts, -1)[:, :, : weight.width]
-    return out.astype(out_dtype)
+    out = _run(x, arrays, layer.reshape(1), weight.arrangement, jnp.dtype(out_dtype), tiles, platform)
+    return out.reshape(out.shape[0], weight.parts, -1)[:, :, : weight.width]
 
 
-@functools.partial(jax.jit, static_argnames=("arrangement", "tiles", "platform"))
+@functools.partial(jax.jit, static_argnames=("arrangement", "out_dtype", "tiles", "platform"))
 def _run(
-    x: jax.Array, arrays: list[jax.Array], layer: jax.Array, arrangement: str, tiles: Tiles, platform: Platform
+    x: jax.Array,
+    arrays: list[jax.Array],
+    layer: jax.Array,
+    arrangement: str,
+    out_dtype: Any,
+    tiles: Tiles,
+    platform: Platform,
 ) -> jax.Array:
-    """float32[M, columns]."""
+    """[M, columns]."""
     words, scales, factors = arrays
     rows = x.shape[0]
     blocks, steps = words.shape[1:3]
@@ -130,25 +135,25 @@ def _run(
     row_tiles = pl.cdiv(rows, tiles.rows)
     padded = row_tiles * tiles.rows
     prepared = prepare_rows(jnp.pad(x, ((0, padded - rows), (0, 0))), steps, tiles.join)
-    shape = jax.ShapeDtypeStruct((tiles.splits, padded, blocks * ROWS), jnp.float32)
+    shape = (tiles.splits, padded, blocks * ROWS)
     kernel = functools.partial(_kernel, tiles=tiles, arrangement=arrangement, platform=platform)
     out = triton_call(
         kernel,
         name=f"nvfp4_matmul_{blocks * ROWS}_{steps * STEP}_{tiles.label}",
         platform=platform,
         grid=(blocks // tiles.blocks, row_tiles, tiles.splits),
-        out_shape=shape,
+        out_shape=jax.ShapeDtypeStruct(shape, out_dtype if tiles.splits == 1 else jnp.float32),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )(layer, prepared, words, scales, factors)
-    return jnp.sum(out, axis=0)[:rows] if tiles.splits > 1 else out[0, :rows]
+    return jnp.sum(out, axis=0)[:rows].astype(out_dtype) if tiles.splits > 1 else out[0, :rows]
 
 
 def _kernel(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, *, tiles, arrangement, platform):
     """One tile of columns, one tile of rows, one share of the steps.
 
     layer: int32[1]; x: bfloat16[parts, KB, 16 / join, M, join G]; words: int32[R, NB, KB, 2, ROWS, G]; scales:
-    uint8[R, NB, KB, ROWS, G]; factors: float32[R, NB]; out: float32[splits, M, NB * ROWS].
+    uint8[R, NB, KB, ROWS, G]; factors: float32[R, NB]; out: [splits, M, NB * ROWS], float32 where there are several.
     """
     layer = layer_ref[0]
     block, row_tile, split = pl.program_id(0) * tiles.blocks, pl.program_id(1), pl.program_id(2)
@@ -180,7 +185,7 @@ def _kernel(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, *, ti
     if tiles.blocks > 1:
         factors = jnp.broadcast_to(factors[:, None], (tiles.blocks, ROWS)).reshape(columns)
         factors = factors[:, None] if tiles.weights_first else factors[None, :]
-    total = total * factors
+    total = (total * factors).astype(out_ref.dtype)
     out_ref[split, at_rows, pl.ds(block * ROWS, columns)] = total.T if tiles.weights_first else total
 
 

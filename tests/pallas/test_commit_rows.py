@@ -9,9 +9,7 @@ import pytest
 
 from ddtree_jax.models.cache import Cache, write_rows
 from ddtree_jax.pallas import commit_rows as module
-from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import HOST, INTERPRETED
-from ddtree_jax.pallas.cases import commit as cases
 from ddtree_jax.tree import gather_rows
 
 COMMITS = {
@@ -104,11 +102,3 @@ def test_wrong_arguments_are_named():
                 commit(*wrong, platform=INTERPRETED)
     with pytest.raises(NotImplementedError, match="GPU"):
         module.commit_rows_triton(caches, new_rows, node_ids, lengths, platform=HOST)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_real_shapes(case):
-    given = case.make(jax.random.key(0))
-    out = jax.jit(functools.partial(OPS[case.op], implementation="triton"))(*given)
-    assert case.check(given, out) == 0

@@ -9,9 +9,7 @@ import pytest
 
 from ddtree_jax.models.layers import select_top_k
 from ddtree_jax.pallas import index_select, indexer
-from ddtree_jax.pallas.api import OPS
-from ddtree_jax.pallas.backend import HOST, INTERPRETED, current_platform
-from ddtree_jax.pallas.cases import indexer as cases
+from ddtree_jax.pallas.backend import HOST, INTERPRETED
 
 SCORES = {"reference": indexer.indexer_scores_reference, "triton": indexer.indexer_scores_triton}
 SELECTIONS = {
@@ -153,12 +151,3 @@ def test_selection_names_wrong_arguments():
             index_select.select_top_k_indices_digits(prefix, block, k, platform=INTERPRETED)
     with pytest.raises(NotImplementedError, match="GPU"):
         index_select.select_top_k_indices_digits(*good, 2, platform=HOST)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_real_shapes(case):
-    arrays = case.make(jax.random.key(0))
-    preferred = OPS[case.op].names(current_platform())[0]
-    out = jax.jit(functools.partial(OPS[case.op], implementation=preferred, **case.static))(*arrays)
-    assert case.check(arrays, out) <= case.tolerance

@@ -11,7 +11,6 @@ import pytest
 from ddtree_jax.pallas import nvfp4_matmul as module
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, Platform
-from ddtree_jax.pallas.cases import nvfp4 as cases
 from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight
 from tests.pallas.nvfp4_weights import TOLERANCE, random_grid, relative, rounded
 
@@ -185,13 +184,3 @@ def test_a_factor_of_another_part_would_show():
     swapped = dataclasses.replace(weight, factors=weight.factors[::-1] * 2)
     x, exact = rounded(rng.standard_normal((3, K)), jnp.bfloat16)
     assert relative(run(x, swapped, implementation="triton"), np.einsum("mk,kpn->mpn", exact, plain)) > 0.1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_real_shapes(case):
-    given = case.make(jax.random.key(0))
-    # Beyond its rows the reference serves, as it does in a model.
-    name = "triton" if given[0].shape[0] <= module.MAX_ROWS else None
-    out = jax.jit(functools.partial(OP, implementation=name, **case.static))(*given)
-    assert case.check(given, out) <= case.tolerance
