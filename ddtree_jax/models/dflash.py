@@ -20,7 +20,7 @@ from ddtree_jax.models.cache import Cache, StackedRows
 from ddtree_jax.models.config import DFlashConfig
 from ddtree_jax.models.dflash2 import BlockConv, CandidateSelector
 from ddtree_jax.models.layers import RMSNorm, einsum, masked_softmax, rope_angles, rope_half_split
-from ddtree_jax.models.linear import Linear, SwiGLU, WholeParam
+from ddtree_jax.models.linear import Linear, SwiGLU, merge_layer, split_stack
 from ddtree_jax.pallas.choice import KernelChoice
 
 
@@ -134,12 +134,13 @@ class DFlash(nnx.Module):
         """
         c = self.project_features(features)
         cos, sin = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-        graphdef, stacked, params = nnx.split(self.layers, WholeParam, ...)
+        *stack, params = split_stack(self.layers)
 
-        def body(carry: None, params: Any) -> tuple[None, dict[str, jax.Array]]:
-            return carry, nnx.merge(graphdef, stacked, params).attention.keys_values(c, cos, sin)
+        def body(carry: None, xs: Any) -> tuple[None, dict[str, jax.Array]]:
+            return carry, merge_layer(*stack, *xs).attention.keys_values(c, cos, sin)
 
-        return jax.lax.scan(body, None, params)[1]
+        layers = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
+        return jax.lax.scan(body, None, (params, layers))[1]
 
     def block_hidden(
         self,
@@ -179,7 +180,7 @@ class DFlash(nnx.Module):
         window = jnp.asarray([w or 2**30 for w in c.windows], jnp.int32)
         causal = jnp.asarray(c.causal, bool)
         cos, sin = rope_angles(positions, c.head_dim, c.rope_theta)
-        graphdef, stacked, params = nnx.split(self.layers, WholeParam, ...)
+        *stack, params = split_stack(self.layers)
         plain = not any(c.causal) and not any(c.windows)
         kernels = self.kernels.any and plain and lengths is not None
         whole, context = (context, None) if kernels else (None, context)
@@ -191,7 +192,7 @@ class DFlash(nnx.Module):
                 context, mask = {name: StackedRows(rows, layer) for name, rows in whole.items()}, (lengths, inner)
             elif not plain:
                 mask &= (jnp.abs(distance) < window) & ((distance >= 0) | ~causal)
-            return nnx.merge(graphdef, stacked, params)(h, context, mask, cos, sin), None
+            return merge_layer(*stack, params, layer)(h, context, mask, cos, sin), None
 
         h = (embeddings * c.input_embedding_scale).astype(self.fc.kernel.dtype)
         layers = jnp.arange(c.num_hidden_layers, dtype=jnp.int32)

@@ -34,7 +34,7 @@ from ddtree_jax.models.layers import (
     select_top_k,
     truncated_init,
 )
-from ddtree_jax.models.linear import Linear, SwiGLU, WholeParam, below
+from ddtree_jax.models.linear import Linear, SwiGLU, WholeParam, below, merge_layer, split_stack
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.sharding import partition, replicate, target_dims
 from ddtree_jax.pallas.choice import KernelChoice
@@ -541,7 +541,7 @@ class Glm5(nnx.Module):
             _, place, *names = path
             return places[place] and tuple(names[:2]) in (("mlp", "gate_up"), ("mlp", "down"))
 
-        graphdef, whole, params = nnx.split(self.stacks[index], nnx.Any(WholeParam, is_whole), ...)
+        graphdef, whole, indices, params = split_stack(self.stacks[index], nnx.Any(WholeParam, is_whole))
         span = len(segment.pattern)
         first = segment.first_layer
         stack_slots = slots[first : first + span * segment.repeats].reshape(segment.repeats, span)
@@ -549,7 +549,7 @@ class Glm5(nnx.Module):
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             h, selection, taps = carry
             params, context, slot, repeat = xs
-            stack = nnx.merge(graphdef, whole, params)
+            stack = merge_layer(graphdef, whole, indices, params, repeat)
             new_rows, loads = [], []
             for place, layer in enumerate(stack.layers):
                 past = None if context is None else context[place]

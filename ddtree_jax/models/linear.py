@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +45,34 @@ class WholeParam(nnx.Param):
     """A parameter of stacked layers that a loop over them must not slice: what reads it takes the layer's index."""
 
 
+class LayerIndex(nnx.Variable):
+    """int32[R], the index of each stacked layer. `split_stack` takes it out, for `merge_layer` to put the loop's in."""
+
+
+def split_stack(stack: Any, whole: Any = WholeParam) -> tuple[Any, Any, Any, Any]:
+    """(graphdef, what stays whole, layer indices, what a loop over layers slices) of stacked layers.
+
+    whole: an nnx filter, of what must not be sliced.
+    """
+    return nnx.split(stack, whole, LayerIndex, ...)
+
+
+def merge_layer(graphdef: Any, whole: Any, indices: Any, params: Any, layer: jax.Array) -> Any:
+    """One layer of `split_stack`. params: those of the layer; layer: int32 scalar, its index."""
+    return nnx.merge(graphdef, whole, jax.tree.map(lambda _: layer, indices), params)
+
+
 class GridKernel(nnx.Module):
     """An NVFP4 kernel laid out for GPU kernels (`pallas.nvfp4_grid`); `kernels.with_kernels` makes it of a packed one.
 
     weight: leading axes as in `GridWeight`: [R], if of stacked layers, then [E], if of experts.
-    layer: int32[R], each layer's own index, which a loop over layers slices; None: not of stacked layers.
+    layer: int32[R], each layer's own index, in a loop over layers a scalar; None: not of stacked layers.
     """
 
     def __init__(self, weight: GridWeight, layer: jax.Array | None, choice: KernelChoice):
         self.words, self.scales = WholeParam(weight.words), WholeParam(weight.scales)
         self.factors = WholeParam(weight.factors)
-        self.layer = None if layer is None else nnx.Param(layer)
+        self.layer = None if layer is None else LayerIndex(layer)
         self.sizes = (weight.k, weight.parts, weight.width, weight.arrangement)
         self.choice = choice
 
@@ -76,12 +94,12 @@ class GridKernel(nnx.Module):
 class LayerKernel(nnx.Module):
     """A plain kernel of stacked layers [R, in, *out], read in place; `kernels.with_kernels` makes it of a parameter.
 
-    layer: int32[R], each layer's own index, which a loop over layers slices.
+    layer: int32[R], each layer's own index, in a loop over layers a scalar.
     """
 
     def __init__(self, values: jax.Array, choice: KernelChoice):
         self.values = WholeParam(values)
-        self.layer = nnx.Param(jnp.arange(values.shape[0], dtype=jnp.int32))
+        self.layer = LayerIndex(jnp.arange(values.shape[0], dtype=jnp.int32))
         self.choice = choice
 
     @property

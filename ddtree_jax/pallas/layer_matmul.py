@@ -47,7 +47,7 @@ def choose_tiles(rows: int, k: int, columns: int, platform: Platform) -> Tiles:
     wide = 128 if columns >= 4096 else 64
     small = platform.shared_memory < 200_000
     depth = math.gcd(k, 32 if small and tile_rows > 64 else 64)
-    most = max(1, 2 * max(platform.cores, 1) // pl.cdiv(columns, wide))
+    most = max(1, 3 * max(platform.cores, 1) // (2 * pl.cdiv(columns, wide)))
     return Tiles(
         tile_rows,
         wide,

@@ -7,26 +7,32 @@ takes minutes each: an interpreted kernel copies its operands for every program 
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import ddtree_jax
+from ddtree_jax import decoding
+from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.engine import Engine
 from ddtree_jax.models import Target, make_drafter
 from ddtree_jax.models.glm5 import Glm5
 from ddtree_jax.models.kernels import with_kernels
-from ddtree_jax.models.linear import GridKernel, PackedKernel
+from ddtree_jax.models.linear import GridKernel, LayerKernel, PackedKernel
 from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT, MoE
 from ddtree_jax.models.params import packed_kernels
 from ddtree_jax.pallas import choice as choice_module
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, INTERPRETED
 from ddtree_jax.pallas.choice import KernelChoice, choose_kernels
+from ddtree_jax.profiling import random_state
 from tests.engine.conftest import DRAFTER, TARGET
 
 KERNELS = KernelChoice(INTERPRETED)
+Jaxprs = (Jaxpr, ClosedJaxpr)
 NEW_TOKENS, PROMPT = 5, np.random.default_rng(3).integers(0, 60, 13).tolist()
 
 
@@ -83,6 +89,35 @@ def check(num_experts, packed, algorithm, choice):
 def test_greedy_tokens_are_the_same_by_reference():
     references = tuple((name, "reference") for name in OPS)
     check(DENSE_EXPERTS_LIMIT + 8, "experts", "ddtree", dataclasses.replace(KERNELS, named=references))
+
+
+def seen_by_layers(jaxpr, inside=False):
+    """Shapes of what the bodies of a program's loops are given, loops within loops too."""
+    found = [variable.aval.shape for variable in jaxpr.invars] if inside else []
+    for equation in jaxpr.eqns:
+        for one in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, Jaxprs)):
+            if isinstance(one, Jaxprs):
+                found += seen_by_layers(getattr(one, "jaxpr", one), equation.primitive.name == "scan")
+    return found
+
+
+def test_no_weight_of_a_linear_layer_is_cut_out_of_its_stack():
+    engine = make_pair(4, packed="none")
+    fast = on_kernels(engine)
+    found = [node for _, node in nnx.iter_modules((fast.target.module(), fast.drafter.module()))]
+    shapes = {node.values.shape for node in found if isinstance(node, LayerKernel)}
+    assert len(shapes) >= 6
+
+    def cut(engine):
+        plan, weights = decoding.make_plan(engine, SpeculativeAlgorithm.DDTREE, 7, "greedy")
+        jaxpr = jax.make_jaxpr(decoding.run_round, static_argnums=0)(plan, weights, *given)
+        seen = seen_by_layers(jaxpr.jaxpr)
+        return {shape for shape in shapes if shape[1:] in seen}
+
+    plan, weights = decoding.make_plan(engine, SpeculativeAlgorithm.DDTREE, 7, "greedy")
+    given = (*random_state(engine, plan, weights, 1, 5, 8), jnp.zeros((0,), jnp.int32))
+    assert not cut(fast)
+    assert cut(engine) == shapes  # a plain model cuts all of them
 
 
 @pytest.mark.slow
