@@ -27,6 +27,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK = 16
 _SMALLEST = np.int32(-(2**31))  # the key of no float: of columns that are not there
 _KEY_BITS = 32
+_RANKED = 64  # of what is kept: so many at a time are compared with all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,13 +218,13 @@ def _choose_kernel(
         """The best `slots` or fewer of some keys, K or more of them if there are, in their order.
 
         bound: a key that K of these or more reach. parts: (what of each is kept, fill of slots left over); places: in
-        kept_ref. Returns (a key as `bound` for the members of what is kept, the parts).
+        kept_ref. Returns (a key as `bound` for the members of what is kept, how many are kept, the parts).
         """
         threshold, count = _threshold(keys, bound, enough, plan)
         above, equal = keys > threshold, keys == threshold
         # Both running counts in one: there are fewer than 2**15 keys.
         running = jnp.cumsum(above.astype(jnp.int32) + (equal.astype(jnp.int32) << 16))
-        spare = plan.slots - jnp.sum(above.astype(jnp.int32))
+        spare = jax.lax.cond(count > plan.slots, lambda: plan.slots - jnp.sum(above.astype(jnp.int32)), lambda: count)
         ties = running >> 16
         chosen = above | (equal & (ties <= spare))
         place = jnp.where(chosen, (running & 0xFFFF) + jnp.minimum(ties, spare) - 1, plan.slots)
@@ -231,29 +232,38 @@ def _choose_kernel(
             store(kept_ref.at[row, at, place], part, mask=chosen)
         barrier(plan.platform)
         filled = slot < count
-        return threshold, [
-            load(kept_ref.at[row, at, slot], mask=filled, other=fill)
-            for (_, fill), at in zip(parts, places, strict=True)
-        ]
+        return (
+            threshold,
+            count,
+            [
+                load(kept_ref.at[row, at, slot], mask=filled, other=fill)
+                for (_, fill), at in zip(parts, places, strict=True)
+            ],
+        )
 
     coarse = jnp.arange(pl.next_power_of_2(plan.coarse_blocks), dtype=jnp.int32)
     keys = load(coarse_ref.at[row, coarse], mask=coarse < plan.coarse_blocks, other=_SMALLEST)
     few = min(int(plan.tiles.enough * plan.k), plan.slots)
-    bound, (blocks,) = keep(keys, _SMALLEST, few, [(coarse, plan.coarse_blocks)], (0,))
+    bound, _, (blocks,) = keep(keys, _SMALLEST, few, [(coarse, plan.coarse_blocks)], (0,))
 
     fine = expand(blocks)
     keys = load(fine_ref.at[row, fine], mask=fine < plan.fine_blocks, other=_SMALLEST)
-    bound, (blocks,) = keep(keys, bound, plan.slots, [(fine, plan.fine_blocks)], (1,))
+    bound, _, (blocks,) = keep(keys, bound, plan.slots, [(fine, plan.fine_blocks)], (1,))
 
     columns = expand(blocks)
     present = columns < plan.vocab
     _, keys = _logit_keys(load(logits_ref.at[row, columns], mask=present, other=-jnp.inf), present)
     parts = [(keys, _SMALLEST), (columns, plan.vocab)]
-    _, (keys, columns) = keep(keys, bound, plan.slots, parts, (2, 3))
+    _, count, (keys, columns) = keep(keys, bound, plan.slots, parts, (2, 3))
 
-    # Places are in the order of columns.
-    ahead = (keys[None, :] > keys[:, None]) | ((keys[None, :] == keys[:, None]) & (slot[None, :] < slot[:, None]))
-    rank = jnp.sum(ahead.astype(jnp.int32), axis=1)
+    # Places are in the order of columns. All pairs at once would not fit into registers.
+    rank = jnp.zeros_like(slot)
+    size = min(plan.slots, _RANKED)
+    for first in range(0, plan.slots, size):
+        place = first + jnp.arange(size, dtype=jnp.int32)
+        other = load(kept_ref.at[row, 2, place], mask=place < count, other=_SMALLEST)[None, :]
+        ahead = (other > keys[:, None]) | ((other == keys[:, None]) & (place[None, :] < slot[:, None]))
+        rank += jnp.sum(ahead.astype(jnp.int32), axis=1)
     best = rank < plan.k
     rank = jnp.where(best, rank, plan.k)
     store(values_ref.at[row, rank], _from_keys(keys), mask=best)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import chex
 import jax
@@ -18,6 +19,9 @@ from jax import lax
 
 from ddtree_jax.pallas import vocab_kernels
 from ddtree_jax.pallas.backend import Platform
+
+if TYPE_CHECKING:
+    from ddtree_jax.pallas.choice import KernelChoice  # whose table lists the functions here
 
 IMPLEMENTATIONS = ("top_k", "block_descent")
 
@@ -45,14 +49,15 @@ class VocabTopK:
     logsumexp: jax.Array  # [...]
 
 
-def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> VocabTopK:
+def vocab_topk(logits: jax.Array, k: int, *, implementation: str | KernelChoice = "auto") -> VocabTopK:
     """Returns the exact K = min(k, V) best logits of each row and the row's logsumexp.
 
     Args:
       logits: float[..., V] with V >= 1, any floating dtype; ranked and summed in float32. NaN and +inf count
         as -inf: a broken entry must never be the best one.
       k: static, >= 1.
-      implementation: one of IMPLEMENTATIONS, or "auto": what the table of kernels (`api.OPS`) chooses.
+      implementation: one of IMPLEMENTATIONS, or "auto": plain JAX, block_descent on a GPU and top_k elsewhere. A
+        `KernelChoice` with kernels follows the table of kernels, `api.OPS`; one without is "auto".
 
     Returns:
       A `VocabTopK`. Entries that are -inf are ranked too (smaller id first), after every finite one.
@@ -61,10 +66,10 @@ def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> Vo
       ValueError: k < 1, or an unknown implementation.
     """
     logits = _checked(logits, k)
-    if implementation == "auto":
-        from ddtree_jax.pallas.api import OPS  # the table lists this module's functions
-
-        return OPS["vocab_topk"](logits, k)
+    if not isinstance(implementation, str):
+        if implementation.any:
+            return implementation.run("vocab_topk", logits, k)
+        implementation = "auto"
     return _vocab_topk(logits, k, implementation)
 
 
