@@ -48,7 +48,7 @@ class Tiles:
     choosing_warps: int = 4
     digit: int = 4
     short_digit: int = 2
-    enough: float = 1.5
+    enough: float = 1.25
 
 
 def select_tiles(num_rows: int, vocab: int, k: int, platform: Platform) -> Tiles:
