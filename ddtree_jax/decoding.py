@@ -338,6 +338,7 @@ def round_functions(
 
     with_pairs = drafter is not None and drafter.config.selector is not None
     branching = capabilities(plan.algorithm).branching
+    kernels = _kernels(target)
 
     def draft(draft_cache: Cache, root_token_ids: jax.Array, lengths: jax.Array) -> Any:
         del lengths  # the draft cache holds the same count
@@ -346,7 +347,7 @@ def round_functions(
 
     def build(proposal: Any, root_token_ids: jax.Array) -> DraftTree:
         if table is not None:
-            candidates = filter_candidates(plan, proposal)
+            candidates = filter_candidates(plan, weights, proposal)
             if branching:
                 return build_constrained_tree(*candidates, root_token_ids, table, grammar, budget=plan.budget)
             return constrained_chain(*candidates, root_token_ids, table, grammar)
@@ -355,7 +356,7 @@ def round_functions(
         if with_pairs:
             return chain_from_pairs(*proposal, root_token_ids)
         if branching:
-            return build_tree(proposal, root_token_ids, budget=plan.budget)
+            return build_tree(proposal, root_token_ids, budget=plan.budget, topk_implementation=kernels)
         return chain_tree(proposal, root_token_ids)
 
     def verify(cache: Cache, token_ids: jax.Array, positions: jax.Array, mask: jax.Array) -> Verified:
@@ -369,7 +370,6 @@ def round_functions(
         cache: Cache, draft_cache: Cache | None, verified: Verified, node_ids: jax.Array, counts: jax.Array
     ) -> tuple[Cache, Cache | None]:
         places = in_order(plan, counts.shape[0]) if slots is None else slots
-        kernels = getattr(target, "kernels", KernelChoice())  # a target without any has no such attribute
         in_place = kernels.any and slots is None
         if drafter is not None:
             features = gather_rows(verified.features, node_ids, node_axis=1, batch_axis=0)
@@ -428,11 +428,17 @@ def in_order(plan: Plan, batch: int) -> jax.Array | None:
     return jnp.arange(batch, dtype=jnp.int32) if plan.target.mesh is None and batch > 1 else None
 
 
-def filter_candidates(plan: Plan, proposal: Any) -> tuple[jax.Array, jax.Array]:
+def _kernels(target: Any) -> KernelChoice:
+    """Those that a merged target runs on."""
+    return getattr(target, "kernels", KernelChoice())  # a target without any has no such attribute
+
+
+def filter_candidates(plan: Plan, weights: Weights, proposal: Any) -> tuple[jax.Array, jax.Array]:
     """(log_probs float32[B, L, K] or [B, L, K, K], token_ids int32[B, L, K]): what a filtered draft chooses from."""
     if isinstance(proposal, PairProposal):
         return proposal.log_probs, proposal.token_ids
-    return draft_candidates(proposal, max(GRAMMAR_CANDIDATES, plan.budget))
+    kernels = _kernels(plan.target.merge(weights.target))
+    return draft_candidates(proposal, max(GRAMMAR_CANDIDATES, plan.budget), implementation=kernels)
 
 
 def run_round(
@@ -464,7 +470,7 @@ def draft_step(
     """
     functions = round_functions(plan, weights, None)
     proposal = draft_proposal(state, functions)
-    candidates = filter_candidates(plan, proposal) if with_candidates else None
+    candidates = filter_candidates(plan, weights, proposal) if with_candidates else None
     if with_tree:
         tree = draft_tree(state, proposal, functions)
     else:

@@ -264,7 +264,7 @@ def draft_slots(
     state = _state(view, batch, view.cache.lengths, constrained)
     functions = round_functions(plan, weights, None)
     proposal = draft_proposal(state, functions)
-    candidates = filter_candidates(plan, proposal) if constrained and plan.drafter is not None else None
+    candidates = filter_candidates(plan, weights, proposal) if constrained and plan.drafter is not None else None
     return settle((draft_tree(state, proposal, functions), candidates), plan.target.mesh)
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from ddtree_jax.models.config import DFlashConfig
 from ddtree_jax.models.layers import einsum, truncated_init
 from ddtree_jax.models.linear import Linear
+from ddtree_jax.pallas.choice import KernelChoice
 from ddtree_jax.pallas.vocab_topk import vocab_topk
 
 SIDES = 2  # before the sublayer and after it
@@ -91,6 +92,7 @@ class CandidateSelector(nnx.Module):
         self.hidden_projection = Linear(config.hidden_size, rank, dtype=dtype, rngs=rngs)
         self.predecessor_codebook = truncated_init(rngs, (vocab, rank), dtype, 1.0)
         self.successor_codebook = nnx.Param(jnp.zeros((vocab, rank), dtype))
+        self.kernels = KernelChoice()
 
     def __call__(self, hidden: jax.Array, logits: jax.Array, root_token_ids: jax.Array) -> PairProposal:
         """The candidates of every row and their log-probabilities below every candidate of the row above.
@@ -101,7 +103,7 @@ class CandidateSelector(nnx.Module):
           root_token_ids: int32[B], the parent of the first row, whichever entry is read there.
         """
         with jax.named_scope("candidate_selector"):
-            best = vocab_topk(logits, self.top_k)
+            best = vocab_topk(logits, self.top_k, implementation=self.kernels)
             roots = jnp.broadcast_to(root_token_ids[:, None, None], (logits.shape[0], 1, self.top_k))
             parents = jnp.concatenate([roots, best.token_ids[:, :-1]], axis=1)
             scores = self.scores(hidden, best.values, best.token_ids, parents)

@@ -82,9 +82,13 @@ OPS: dict[str, Op] = {
         ),
         _op(
             "vocab_topk",
-            {"block_descent": vocab_topk.vocab_topk_block_descent, REFERENCE: vocab_topk.vocab_topk_reference},
-            ("block_descent",),
-            (*KERNEL_GPUS, OTHER_GPU),
+            {
+                TRITON: vocab_topk.vocab_topk_triton,
+                "block_descent": vocab_topk.vocab_topk_block_descent,
+                REFERENCE: vocab_topk.vocab_topk_reference,
+            },
+            (TRITON, "block_descent"),
+            own={OTHER_GPU: ("block_descent",)},
         ),
         _op("vocab_argmax", {REFERENCE: vocab_rows.vocab_argmax}, ()),
         _op("commit_rows", {TRITON: commit.commit_rows_triton, REFERENCE: commit.commit_rows_reference}),

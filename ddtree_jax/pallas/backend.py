@@ -126,6 +126,12 @@ def store(ref: Any, value: jax.Array, *, mask: jax.Array | None = None) -> None:
     pallas_triton.store(ref, value, mask=mask)
 
 
+def barrier(platform: Platform) -> None:
+    """What a program stored before, all of it may load behind; nothing is said of other programs."""
+    if not platform.interpret:
+        pallas_triton.debug_barrier()
+
+
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     """a @ b (or a @ b^T) in float32; float32 operands multiply at full precision, no TF32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None

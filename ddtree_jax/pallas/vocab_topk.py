@@ -1,8 +1,8 @@
 """Exact top-K and logsumexp over a vocabulary, in one pass over the logits.
 
-Two implementations with bit-equal answers: `lax.top_k`, which is fast on a CPU, and a descent over block
-maxima made of plain XLA operations, which is an order of magnitude faster on a GPU for vocabularies of 100k
-tokens and more.
+Three implementations with bit-equal values and ids: `lax.top_k`, which is fast on a CPU; a descent over block maxima
+made of plain XLA operations, an order of magnitude faster on a GPU for vocabularies of 100k tokens and more; and the
+same descent in two kernels (`vocab_kernels`), for K up to 128.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ddtree_jax.pallas import vocab_kernels
+from ddtree_jax.pallas.backend import Platform
+
 if TYPE_CHECKING:
-    from ddtree_jax.pallas.backend import Platform
+    from ddtree_jax.pallas.choice import KernelChoice  # whose table lists the functions here
 
 IMPLEMENTATIONS = ("top_k", "block_descent")
 
@@ -46,15 +49,15 @@ class VocabTopK:
     logsumexp: jax.Array  # [...]
 
 
-@functools.partial(jax.jit, static_argnames=("k", "implementation"))
-def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> VocabTopK:
+def vocab_topk(logits: jax.Array, k: int, *, implementation: str | KernelChoice = "auto") -> VocabTopK:
     """Returns the exact K = min(k, V) best logits of each row and the row's logsumexp.
 
     Args:
       logits: float[..., V] with V >= 1, any floating dtype; ranked and summed in float32. NaN and +inf count
         as -inf: a broken entry must never be the best one.
       k: static, >= 1.
-      implementation: "top_k", "block_descent", or "auto" (block_descent on a GPU, top_k elsewhere).
+      implementation: one of IMPLEMENTATIONS, or "auto": plain JAX, block_descent on a GPU and top_k elsewhere. A
+        `KernelChoice` with kernels follows the table of kernels, `api.OPS`; one without is "auto".
 
     Returns:
       A `VocabTopK`. Entries that are -inf are ranked too (smaller id first), after every finite one.
@@ -62,13 +65,16 @@ def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> Vo
     Raises:
       ValueError: k < 1, or an unknown implementation.
     """
-    logits = jnp.asarray(logits)
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"logits: got dtype {logits.dtype}; it must be floating.")
-    if logits.ndim < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"logits: got shape {logits.shape}; it must be [..., V] with V >= 1.")
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"k: got {k!r}; it must be an int >= 1.")
+    logits = _checked(logits, k)
+    if not isinstance(implementation, str):
+        if implementation.any:
+            return implementation.run("vocab_topk", logits, k)
+        implementation = "auto"
+    return _vocab_topk(logits, k, implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+def _vocab_topk(logits: jax.Array, k: int, implementation: str) -> VocabTopK:
     with jax.named_scope("vocab_topk"):
         rows = logits.astype(jnp.float32).reshape((-1, logits.shape[-1]))
         # -0.0 == 0.0 as logits, but a total order of floats would rank them apart and break the smaller-id
@@ -78,13 +84,36 @@ def vocab_topk(logits: jax.Array, k: int, *, implementation: str = "auto") -> Vo
         k = min(k, rows.shape[-1])
         log_normalizers = jax.nn.logsumexp(rows, axis=-1)
         values, token_ids = exact_topk(rows, k, implementation=implementation)
+    return _with_lead(logits.shape[:-1], k, values, token_ids, log_normalizers)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "platform"))
+def _vocab_topk_kernels(logits: jax.Array, k: int, platform: Platform) -> VocabTopK:
+    with jax.named_scope("vocab_topk"):
+        found = vocab_kernels.topk_logsumexp(logits.reshape((-1, logits.shape[-1])), k, platform=platform)
+    return _with_lead(logits.shape[:-1], k, *found)
+
+
+def _with_lead(
+    lead: tuple[int, ...], k: int, values: jax.Array, token_ids: jax.Array, log_normalizers: jax.Array
+) -> VocabTopK:
     chex.assert_equal_shape([values, token_ids])
-    lead = logits.shape[:-1]
     return VocabTopK(
         values=values.reshape((*lead, k)),
         token_ids=token_ids.reshape((*lead, k)),
         logsumexp=log_normalizers.reshape(lead),
     )
+
+
+def _checked(logits: jax.Array, k: int) -> jax.Array:
+    logits = jnp.asarray(logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits: got dtype {logits.dtype}; it must be floating.")
+    if logits.ndim < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits: got shape {logits.shape}; it must be [..., V] with V >= 1.")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ValueError(f"k: got {k!r}; it must be an int >= 1.")
+    return logits
 
 
 @functools.partial(jax.jit, static_argnames=("k", "implementation"))
@@ -94,7 +123,7 @@ def exact_topk(values: jax.Array, k: int, *, implementation: str = "auto") -> tu
     Args:
       values: float32[..., V] without NaN and -0.0.
       k: static, 1..V.
-      implementation: as for `vocab_topk`.
+      implementation: one of IMPLEMENTATIONS, or "auto" (block_descent on a GPU, top_k elsewhere).
 
     Returns:
       (values float32[..., k], indices int32[..., k]), best first.
@@ -121,6 +150,19 @@ def vocab_topk_block_descent(logits: jax.Array, k: int, *, platform: Platform | 
     """`vocab_topk` by descent over block maxima: plain XLA operations, fast on every GPU."""
     del platform
     return vocab_topk(logits, k, implementation="block_descent")
+
+
+def vocab_topk_triton(logits: jax.Array, k: int, *, platform: Platform) -> VocabTopK:
+    """`vocab_topk` in two kernels, for k up to 128; its logsumexp does not depend on k.
+
+    Raises:
+      NotImplementedError: as `vocab_kernels.check_served` says.
+    """
+    logits = _checked(logits, k)
+    vocab = logits.shape[-1]
+    k = min(k, vocab)
+    vocab_kernels.check_served(math.prod(logits.shape[:-1]), vocab, k, logits.dtype, platform)
+    return _vocab_topk_kernels(logits, k, platform)
 
 
 def counts_pairs(num_rows: int, n: int, k: int) -> bool:

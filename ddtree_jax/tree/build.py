@@ -1,7 +1,10 @@
 """From drafter logits to the tree of the most probable prefixes (DDTree, best-first construction)."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,9 @@ import jax.numpy as jnp
 from ddtree_jax.pallas.vocab_topk import vocab_topk
 from ddtree_jax.tree import checks, formulations
 from ddtree_jax.tree.base import NO_PARENT, DraftTree
+
+if TYPE_CHECKING:
+    from ddtree_jax.pallas.choice import KernelChoice
 
 FORMULATIONS = ("sequential_frontier", "level_merge", "static_universe")
 
@@ -54,7 +60,7 @@ def build_tree(
     top_k: int | None = None,
     force_spine: bool = False,
     formulation: str = "auto",
-    topk_implementation: str = "auto",
+    topk_implementation: str | KernelChoice = "auto",
     candidate_cap: int | str | None = "auto",
 ) -> DraftTree:
     """Builds the tree of the `budget` most probable prefixes under the product of per-depth softmaxes.
@@ -145,7 +151,9 @@ def needs_no_more_candidates(log_probs: jax.Array, last_scores: jax.Array) -> ja
 
 
 @functools.partial(jax.jit, static_argnames=("k", "implementation"))
-def draft_candidates(draft_logits: jax.Array, k: int, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
+def draft_candidates(
+    draft_logits: jax.Array, k: int, *, implementation: str | KernelChoice = "auto"
+) -> tuple[jax.Array, jax.Array]:
     """The K = min(k, V) best candidates of each row under the row's softmax.
 
     Args:
