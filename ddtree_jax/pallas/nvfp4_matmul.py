@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ddtree_jax.models.quant import GROUP
-from ddtree_jax.pallas.backend import Platform, load, require_kernels, store, triton_call
+from ddtree_jax.pallas.backend import Platform, require_kernels, store, triton_call
 from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, part_factors, prepare_rows
 from ddtree_jax.pallas.nvfp4_kernel import accumulate, require_arrangement, restore
 
@@ -29,8 +28,6 @@ class Tiles:
     num_warps, num_stages: of Triton.
     join: places of a group that go into one product. More than 1 gives wrong results where the weights come first and
       there are 32 rows or more (wgmma with its left operand in registers; seen on an H200, jax 0.11.2).
-    as_is: the kernel picks the activations from x as it is, `join` neighbours at a time; otherwise XLA brings them into
-      the order of the weights first, a kernel more. For bfloat16 and a K without a ragged last step.
     """
 
     rows: int
@@ -40,7 +37,6 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 3
     join: int = 1
-    as_is: bool = False
 
     def __post_init__(self) -> None:
         if self.join > 1 and self.weights_first and self.rows >= 32:
@@ -49,8 +45,7 @@ class Tiles:
     @property
     def label(self) -> str:
         order = "wx" if self.weights_first else "xw"
-        label = f"r{self.rows}_b{self.blocks}_s{self.splits}_{order}_w{self.num_warps}_p{self.num_stages}_j{self.join}"
-        return f"{label}_x" if self.as_is else label
+        return f"r{self.rows}_b{self.blocks}_s{self.splits}_{order}_w{self.num_warps}_p{self.num_stages}_j{self.join}"
 
 
 def choose_tiles(rows: int, num_blocks: int, num_steps: int, platform: Platform) -> Tiles:
@@ -115,10 +110,6 @@ def nvfp4_matmul_triton(
         raise NotImplementedError(f"{rows} rows; the kernel is made for up to {MAX_ROWS}")
     if tiles is None:
         tiles = choose_tiles(rows, weight.num_blocks, weight.num_steps, platform)
-        as_is = tiles.join == 4 and x.dtype == jnp.bfloat16 and weight.k % STEP == 0
-        tiles = dataclasses.replace(tiles, as_is=as_is)
-    if tiles.as_is and (x.dtype != jnp.bfloat16 or weight.k % STEP):
-        raise ValueError(f"tiles: got as_is for {x.dtype} rows of {weight.k}; bfloat16 and a multiple of {STEP} only")
     if layer is None:
         arrays = [a[None] for a in arrays]
         layer = jnp.int32(0)
@@ -143,7 +134,7 @@ def _run(
     assert blocks % tiles.blocks == 0 and steps % tiles.splits == 0
     row_tiles = pl.cdiv(rows, tiles.rows)
     padded = row_tiles * tiles.rows
-    given = x if tiles.as_is else prepare_rows(jnp.pad(x, ((0, padded - rows), (0, 0))), steps, tiles.join)
+    prepared = prepare_rows(jnp.pad(x, ((0, padded - rows), (0, 0))), steps, tiles.join)
     shape = (tiles.splits, rows, blocks * ROWS)
     kernel = functools.partial(_kernel, tiles=tiles, arrangement=arrangement, platform=platform)
     out = triton_call(
@@ -154,16 +145,15 @@ def _run(
         out_shape=jax.ShapeDtypeStruct(shape, out_dtype if tiles.splits == 1 else jnp.float32),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-    )(layer, given, words, scales, factors)
+    )(layer, prepared, words, scales, factors)
     return jnp.sum(out, axis=0).astype(out_dtype) if tiles.splits > 1 else out[0]
 
 
 def _kernel(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, *, tiles, arrangement, platform):
     """One tile of columns, one tile of rows, one share of the steps.
 
-    layer: int32[1]; x: bfloat16[M, K], or [parts, KB, 16 / join, M, join G] of `prepare_rows`; words: int32[R, NB, KB,
-    2, ROWS, G]; scales: uint8[R, NB, KB, ROWS, G]; factors: float32[R, NB]; out: [splits, M, NB * ROWS], float32 where
-    there are several.
+    layer: int32[1]; x: bfloat16[parts, KB, 16 / join, M padded, join G]; words: int32[R, NB, KB, 2, ROWS, G]; scales:
+    uint8[R, NB, KB, ROWS, G]; factors: float32[R, NB]; out: [splits, M, NB * ROWS], float32 where there are several.
     """
     layer = layer_ref[0]
     block, row_tile, split = pl.program_id(0) * tiles.blocks, pl.program_id(1), pl.program_id(2)
@@ -171,19 +161,6 @@ def _kernel(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, *, ti
     columns = tiles.blocks * ROWS
     at_rows = pl.ds(row_tile * tiles.rows, tiles.rows)
     at_blocks = block if tiles.blocks == 1 else pl.ds(block, tiles.blocks)
-    # Where the last tile of rows is not full, x and the result have no rows for the rest of it.
-    live = None
-    if out_ref.shape[1] % tiles.rows:
-        live = (row_tile * tiles.rows + jnp.arange(tiles.rows) < out_ref.shape[1])[:, None]
-
-    def x_tile(step: jax.Array, part: int, n: int) -> jax.Array:
-        if not tiles.as_is:
-            return x_ref[part, step, n, at_rows]
-        near = jnp.arange(GROUPS * tiles.join)
-        near = near // tiles.join * GROUP + near % tiles.join  # of every group the places join n.., as `prepare_rows`
-        rows = row_tile * tiles.rows + jnp.arange(tiles.rows)
-        at = x_ref.at[rows[:, None], (step * STEP + tiles.join * n + near)[None, :]]
-        return load(at) if live is None else load(at, mask=_wide(live, (tiles.rows, near.shape[0])), other=0.0)
 
     def body(s: jax.Array, total: jax.Array) -> jax.Array:
         step = split * share + s
@@ -193,8 +170,8 @@ def _kernel(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, *, ti
             total,
             words,
             scales,
-            functools.partial(x_tile, step),
-            parts=1 if tiles.as_is else x_ref.shape[0],
+            lambda part, n: x_ref[part, step, n, at_rows],
+            parts=x_ref.shape[0],
             weights_first=tiles.weights_first,
             platform=platform,
             arrangement=arrangement,
@@ -210,12 +187,11 @@ def _kernel(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, *, ti
         factors = factors[:, None] if tiles.weights_first else factors[None, :]
     total = (total * factors).astype(out_ref.dtype)
     total = total.T if tiles.weights_first else total
-    out_at = out_ref.at[split, at_rows, pl.ds(block * ROWS, columns)]
-    store(out_at, total, mask=None if live is None else _wide(live, total.shape))
-
-
-def _wide(mask: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    return jnp.broadcast_to(mask, shape)
+    mask = None
+    if out_ref.shape[1] % tiles.rows:  # the last tile of rows is not full
+        live = row_tile * tiles.rows + jnp.arange(tiles.rows) < out_ref.shape[1]
+        mask = jnp.broadcast_to(live[:, None], total.shape)
+    store(out_ref.at[split, at_rows, pl.ds(block * ROWS, columns)], total, mask=mask)
 
 
 def _checked(x: jax.Array, weight: GridWeight, layer: jax.Array | None) -> list[jax.Array]:

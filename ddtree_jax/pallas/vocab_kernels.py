@@ -57,7 +57,7 @@ def select_tiles(num_rows: int, vocab: int, k: int, platform: Platform) -> Tiles
     columns = 4096
     while columns > 1024 and num_rows * pl.cdiv(vocab, columns) < 4 * platform.cores:
         columns //= 2
-    return Tiles(columns=columns, choosing_warps=4 if k <= 64 else 8)
+    return Tiles(columns=columns, choosing_warps=8 if k <= 64 else 16)
 
 
 def check_served(num_rows: int, vocab: int, k: int, dtype: jnp.dtype, platform: Platform) -> None:

@@ -69,22 +69,6 @@ def test_other_tiles(tiles):
     check(np.random.default_rng(), 17, jnp.bfloat16, "triton", tiles=tiles)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 33])
-def test_rows_as_they_are(rows):
-    """Read by the kernel from x itself, where K has no ragged last step."""
-    rng = np.random.default_rng()
-    weight, plain = random_grid(rng, (), 512, PARTS, WIDTH)
-    x, exact = rounded(rng.standard_normal((rows, 512)), jnp.bfloat16)
-    tiles = module.Tiles(16, splits=2, join=4, as_is=True)
-    got = run(x, weight, implementation="triton", tiles=tiles)
-    assert relative(got, np.einsum("mk,kpn->mpn", exact, plain)) <= TOLERANCE[jnp.bfloat16]
-    with pytest.raises(ValueError, match="as_is for float32"):
-        run(x.astype(jnp.float32), weight, implementation="triton", tiles=tiles)
-    ragged, _ = random_grid(rng, (), 480, PARTS, WIDTH)
-    with pytest.raises(ValueError, match="as_is for bfloat16 rows of 480"):
-        run(x[:, :480], ragged, implementation="triton", tiles=tiles)
-
-
 @pytest.mark.parametrize("implementation", OP.implementations)
 def test_one_of_a_stack(implementation):
     """Each layer's own weights; one program serves all of them."""
