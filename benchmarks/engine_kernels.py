@@ -1,6 +1,6 @@
 """The engine on the kernels of this device, beside plain JAX: same tokens, time of a round, and what the program holds.
 
-    python benchmarks/engine_kernels.py [--pairs demo,demo-nvfp4,slice] [--budget 16] [--repeats 10] [--json FILE]
+    python benchmarks/engine_kernels.py [--pairs demo,demo-nvfp4,slice] [--budget 16] [--profile] [--json FILE]
 
 For each pair: greedy tokens of some prompts in float32 with both (they must be equal; status 1 if not), then the
 median time of one `ddtree` round in bfloat16 with both, and the kernels that the compiled round calls. `slice` is a
@@ -38,12 +38,16 @@ from ddtree_jax.models.kernels import with_kernels
 from ddtree_jax.models.pair import Target, make_drafter
 from ddtree_jax.models.published import GLM_5, GLM_5_3_DFLASH2
 from ddtree_jax.pallas.api import OPS
-from ddtree_jax.pallas.choice import AUTO, KERNELS, choose_kernels
+from ddtree_jax.pallas.choice import AUTO, choose_kernels
 from ddtree_jax.pallas.compile_programs import kernels_in
+from ddtree_jax.pallas.dispatch import REFERENCE
+from ddtree_jax.pallas.measure import traced_times
 from ddtree_jax.profiling import random_state
 
 START = time.perf_counter()
 DENSE_LAYERS, MOE_LAYERS, DRAFT_LAYERS = 3, 4, 5
+KERNELS = (AUTO, REFERENCE)
+LONGEST = 12  # kernels that are shown
 
 
 def slice_engine(dtype: str) -> Engine:
@@ -73,7 +77,7 @@ def load_pair(name: str, dtype: str) -> dict[str, Engine]:
         return {kernels: ddtree_jax.load(name, dtype=dtype, kernels=kernels) for kernels in KERNELS}
     engine, choice = slice_engine(dtype), choose_kernels(AUTO)
     models = {field: with_kernels(getattr(engine, field), choice) for field in ("target", "drafter")}
-    return {"reference": engine, AUTO: dataclasses.replace(engine, compiled=set(), warned=set(), **models)}
+    return {REFERENCE: engine, AUTO: dataclasses.replace(engine, compiled=set(), warned=set(), **models)}
 
 
 def prompts_of(name: str, engine: Engine) -> list[list[list[int]]]:
@@ -109,6 +113,12 @@ class Round:
             times.append(time.perf_counter() - start)
         return statistics.median(times[2:]) * 1e3
 
+    def kernel_us(self, repeats: int = 3) -> dict[str, float]:
+        """Kernel -> microseconds a round, by the profiler, the longest first."""
+        states = [jax.block_until_ready(self.copy(self.state)) for _ in range(repeats)]
+        times = traced_times(lambda i: self.program(self.weights, states[i], self.sampling, self.stop), repeats=repeats)
+        return dict(sorted(times.items(), key=lambda item: -item[1]))
+
 
 def say(text: str) -> None:
     print(f"{time.perf_counter() - START:6.1f} s  {text}", file=sys.stderr, flush=True)
@@ -141,7 +151,7 @@ def compare_tokens(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling is most of it
         jobs = {(k, i): pool.submit(tokens, k, batch) for k in KERNELS for i, batch in enumerate(batches)}
         found = {key: job.result() for key, job in jobs.items()}
-    pairs = [(a, b) for i in range(len(batches)) for a, b in zip(found[AUTO, i], found["reference", i], strict=True)]
+    pairs = [(a, b) for i in range(len(batches)) for a, b in zip(found[AUTO, i], found[REFERENCE, i], strict=True)]
     return {"same": [a == b for a, b in pairs]}
 
 
@@ -156,6 +166,8 @@ def time_rounds(name: str, args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"kernels": kernels_of(rounds[AUTO, args.contexts[0]].program.as_text())}
     for (kernels, context), one in rounds.items():
         result[f"round_ms_{kernels}_{context}"] = one.milliseconds(args.repeats)
+    if args.profile:
+        result["kernel_us"] = rounds[AUTO, args.contexts[0]].kernel_us()
     return result
 
 
@@ -165,6 +177,10 @@ def show(result: dict[str, Any]) -> str:
         lines.append(f"    greedy tokens in float32 equal for {sum(result['same'])} of {len(result['same'])} prompts")
     if "kernels" in result:
         lines.append("    kernels in the round: " + (", ".join(result["kernels"]) or "none"))
+    if "kernel_us" in result:
+        times = result["kernel_us"]
+        lines.append(f"    kernels of a round at the first context: {sum(times.values()) / 1e3:.2f} ms in all")
+        lines += [f"        {us:8.1f} us  {kernel}" for kernel, us in list(times.items())[:LONGEST]]
     for key, value in result.items():
         if key.startswith("round_ms_auto_"):
             context = key.rsplit("_", 1)[1]
@@ -181,6 +197,7 @@ def main() -> int:
     parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[1024])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--only", choices=("tokens", "rounds"), help="one half alone")
+    parser.add_argument("--profile", action="store_true", help="also the longest kernels of a round with kernels")
     parser.add_argument("--json", help="also write the numbers here")
     args = parser.parse_args()
     device = jax.devices()[0]

@@ -223,18 +223,23 @@ def relative_error(case: Case, arrays: tuple[Any, ...], result: Any, exact: Any 
 
 
 def kernel_times(run: Run, arrays: tuple[Any, ...], *, repeats: int = 10) -> dict[str, float]:
-    """Kernel -> microseconds a call on the device, by the profiler: a second opinion on `Loop.time`.
+    """Kernel -> microseconds a call on the device, by the profiler: a second opinion on `Loop.time`."""
+    compiled = jax.jit(run).lower(*arrays).compile()
+    jax.block_until_ready(compiled(*arrays))
+    return traced_times(lambda _: compiled(*arrays), repeats=repeats)
+
+
+def traced_times(call: Callable[[int], Any], *, repeats: int) -> dict[str, float]:
+    """Kernel -> microseconds on the device, summed over a call, of `call(0)` to `call(repeats - 1)`.
 
     Reads some 10 % high for kernels of 1 us. Empty on a CPU. With loops captured in command buffers (not the default)
     the profiler misses kernels.
     """
-    compiled = jax.jit(run).lower(*arrays).compile()
-    jax.block_until_ready(compiled(*arrays))
+    totals: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(repeats):
-                jax.block_until_ready(compiled(*arrays))
-        totals: dict[str, float] = {}
+            for index in range(repeats):
+                jax.block_until_ready(call(index))
         for path in pathlib.Path(folder).rglob("*.xplane.pb"):
             data = jax.profiler.ProfileData.from_file(str(path))
             for plane in data.planes:
