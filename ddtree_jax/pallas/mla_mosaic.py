@@ -116,7 +116,7 @@ def mla_mosaic(
     )
     if splits == 1:
         return values.reshape(b, t, heads, RANK)
-    shape = parts_shape(splits, b, rows, RANK)
+    shape = parts_shape(splits, b, rows, RANK, values.dtype)
     parts = values.reshape(shape.values.shape), weights[0].reshape(shape.weights.shape)
     out = merge(lengths, parts, q.dtype, name="mla_merge", tiles=tiles, platform=platform, block_tiles=block_tiles)
     return out.reshape(b, t, heads, RANK)
@@ -313,6 +313,10 @@ class _Compute:
     def is_masked(self, step: jax.Array) -> jax.Array:
         return self.first + step >= self.length // _TILE
 
+    def plain(self, steps: jax.Array) -> jax.Array:
+        """How many tiles come before the first masked one. A loop of their own leaves them the registers."""
+        return jnp.clip(self.length // _TILE - self.first, 0, steps)
+
     def block_tile(self, step: jax.Array) -> jax.Array:
         """Which tile of the block; negative: of the prefix."""
         return self.first + step - cdiv(self.length, _TILE)
@@ -331,7 +335,7 @@ class _Compute:
         )
 
     def scores(self, step: jax.Array, slot: Any, masked: bool | None = None) -> jax.Array:
-        """float32 [64, 64] of a tile, times scale * log2(e), masked; `masked` says whether it is, where that is known."""
+        """float32 [64, 64] of a tile, times scale * log2(e), masked; `masked`: whether it is, where that is known."""
         plgpu, shared = self.plgpu, self.shared
 
         def product(acc):
@@ -428,8 +432,7 @@ class _Compute:
                 self.plgpu.barrier_arrive(self.shared["free"].at[_at(name, slot)])
             return acc, top, total * fade + sums
 
-        # Two loops: the masked tiles are few, and the others have registers to themselves.
-        plain = jnp.clip(self.length // _TILE - self.first, 0, steps)
+        plain = self.plain(steps)
         carry = lax.fori_loop(0, plain, functools.partial(step, masked=False), self.empty())
         carry = lax.fori_loop(plain, steps, functools.partial(step, masked=True), carry)
         self.meet()  # both have read the queries
@@ -452,42 +455,43 @@ class _Compute:
             new = plgpu.load(row.at[slot], layout=self.down)
             return new, jnp.exp2(top - new)
 
-        def clean(step, slot):
+        def clean(step, slot, masked):
             # The scores are done: by this warpgroup, or it has taken the maxima of the other.
-            pl.when(self.is_masked(step))(lambda: self.clean(step, slot))
+            if masked is None:
+                pl.when(self.is_masked(step))(lambda: self.clean(step, slot))
 
-        def theirs(acc, fade, step, slot, meanwhile=lambda: None):
+        def theirs(acc, fade, step, slot, masked, meanwhile=lambda: None):
             plgpu.barrier_wait(shared["full"].at[_at(self.half, slot)])
-            clean(step, slot)
+            clean(step, slot, masked)
             acc, other = self.add(acc, fade, None, slot, meanwhile)
             plgpu.barrier_arrive(shared["free"].at[_at("rope", slot)])
             plgpu.barrier_arrive(shared["free"].at[_at(self.half, slot)])
             return acc, other
 
-        def ours(acc, fade, weights, step, slot):
-            clean(step, slot)
+        def ours(acc, fade, weights, step, slot, masked):
+            clean(step, slot, masked)
             acc, _ = self.add(acc, fade, weights, slot)
             plgpu.barrier_arrive(shared["free"].at[_at(self.half, slot)])
             return acc
 
-        def first_alone(i, carry):
+        def first_alone(i, carry, masked):
             """The tile of slot 0 by itself."""
             acc, top, total = carry
             if which == 0:
-                weights, sums, top, fade = self.weigh(self.scores(i, 0), top)
+                weights, sums, top, fade = self.weigh(self.scores(i, 0, masked), top)
                 give(0, weights, top)
-                return ours(acc, fade, weights, i, 0), top, total * fade + sums
+                return ours(acc, fade, weights, i, 0, masked), top, total * fade + sums
             top, fade = take(0, top)
-            return theirs(acc, fade, i, 0)[0], top, total * fade
+            return theirs(acc, fade, i, 0, masked)[0], top, total * fade
 
-        def two(j, carry):
+        def two(j, carry, masked):
             i = 2 * j
             if which == 0:
-                acc, top, total = first_alone(i, carry)
+                acc, top, total = first_alone(i, carry, masked)
                 top, fade = take(1, top)
-                return theirs(acc, fade, i + 1, 1)[0], top, total * fade
+                return theirs(acc, fade, i + 1, 1, masked)[0], top, total * fade
             acc, top, total = carry
-            scores = self.scores(i + 1, 1)
+            scores = self.scores(i + 1, 1, masked)
             top, early = take(0, top)
 
             def own_weights():
@@ -496,14 +500,16 @@ class _Compute:
                 return weights, sums, new, fade
 
             if self.schedule.overlap:
-                acc, (weights, sums, top, fade) = theirs(acc, early, i, 0, own_weights)
+                acc, (weights, sums, top, fade) = theirs(acc, early, i, 0, masked, own_weights)
             else:
                 weights, sums, top, fade = own_weights()
-                acc, _ = theirs(acc, early, i, 0)
-            return ours(acc, fade, weights, i + 1, 1), top, total * early * fade + sums
+                acc, _ = theirs(acc, early, i, 0, masked)
+            return ours(acc, fade, weights, i + 1, 1, masked), top, total * early * fade + sums
 
-        carry = lax.fori_loop(0, steps // 2, two, self.empty())
-        acc, top, total = lax.cond(steps % 2 == 1, lambda *c: first_alone(steps - 1, c), lambda *c: c, *carry)
+        carry = lax.fori_loop(0, self.plain(steps) // 2, functools.partial(two, masked=False), self.empty())
+        carry = lax.fori_loop(self.plain(steps) // 2, steps // 2, functools.partial(two, masked=None), carry)
+        last = lambda *c: first_alone(steps - 1, c, None)  # noqa: E731
+        acc, top, total = lax.cond(steps % 2 == 1, last, lambda *c: c, *carry)
         # Each has summed the weights of its own tiles.
         return acc, top, self.sum_of_both(total)
 
