@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
 from ddtree_jax.pallas.cases import tree_attention as cases
-from ddtree_jax.pallas.mla_mosaic import RANK, ROPE, Schedule, mla_mosaic
+from ddtree_jax.pallas.mla_mosaic import RANK, ROPE, Schedule, _block_rows, mla_mosaic
 
 HEADS, LAYERS, LAYER, SCALE = 64, 2, 1, 0.07
 SCHEDULES = {
@@ -109,15 +109,46 @@ def test_a_block_of_two_tiles():
     assert_close(run(arrays, Schedule(splits=2), races=False), exact(*arrays))
 
 
-def test_rows_that_are_not_finite():
-    """NaN and infinity reach the rows that see them; a row that sees nothing is zero."""
-    q, cache, lengths, new, mask = make((0,), 4, 64)
-    new[0, 1, 5], new[0, 2, RANK + 3] = np.nan, np.inf
+@pytest.mark.parametrize("seesaw", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_that_are_not_finite(seesaw):
+    """NaN and infinity reach the rows that see them, and no others; a row that sees nothing is zero.
+
+    The tiles of the first sequence, of its prefix and of its block, reach into the second one.
+    """
+    q, cache, lengths, new, mask = make((3, 0), 4, 8)
+    new[0, 1, 5], new[0, 2, RANK + 3], new[1, :3] = np.nan, np.inf, np.nan
     mask[0] = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
-    out = run((q, cache, lengths, new, mask), Schedule(splits=1), races=False)
-    assert np.isnan(out[0, 1:3]).all()
-    assert (out[0, 3] == 0).all()
-    np.testing.assert_allclose(out[0, 0], np.broadcast_to(new[0, 0, :RANK].astype(np.float64), out[0, 0].shape))
+    mask[1] = np.array([[1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1]], bool)
+    arrays = q, cache, lengths, new, mask
+    out = run(arrays, Schedule(seesaw=seesaw, splits=1), races=seesaw)
+    for broken in (out[0, 1:3], out[1, 0], out[1, 3]):
+        assert np.isnan(broken).all()
+    assert (out[1, 2] == 0).all()
+    np.testing.assert_allclose(out[1, 1], np.broadcast_to(new[1, 3, :RANK].astype(np.float64), out[1, 1].shape))
+    new[0, 1:3] = 0  # of no account for the rows that are left
+    want = exact(*arrays)
+    assert_close(out[0, [0, 3]], want[0, [0, 3]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("schedule", [Schedule(splits=1), Schedule(splits=2, pair=True)], ids=["one split", "pair"])
+def test_blocks_of_a_real_size(schedule):
+    """17 rows of three sequences: each block starts in the middle of a tile of the one before."""
+    arrays = make((64, 65, 1), 17, 72)
+    assert_close(run(arrays, schedule, races=False), exact(*arrays))
+
+
+@pytest.mark.parametrize("t", [1, 17, 65])
+def test_block_rows(t):
+    rng = np.random.default_rng()
+    new, mask = draw(rng, 2, t, RANK + ROPE), rng.integers(0, 2, (2, t, t)).astype(bool)
+    tiles = -(-t // 64)
+    rows = np.asarray(_block_rows(jnp.asarray(new), jnp.asarray(mask), tiles), np.float32)
+    assert rows.shape == (2, -(-t // 8) * 8, RANK + ROPE + 64 * tiles)
+    np.testing.assert_array_equal(rows[:, :t, : RANK + ROPE], new.astype(np.float32))
+    np.testing.assert_array_equal(rows[:, :t, RANK + ROPE :][..., :t], mask)
+    assert not rows[:, t:].any() and not rows[..., RANK + ROPE + t :].any()
 
 
 def test_what_is_refused():
@@ -142,7 +173,7 @@ def test_what_is_refused():
     with pytest.raises(NotImplementedError, match="heads"):
         call(heads=16)
     with pytest.raises(NotImplementedError, match="slots"):
-        call(slots=63)
+        call(slots=60)
     with pytest.raises(ValueError, match="must agree"):
         call(batch=2)
 
