@@ -50,6 +50,8 @@ class Schedule:
       pair: two blocks of threads with different query rows form a cluster, in which each copies half of every key tile
         to both: half of the traffic from the L2 cache.
       splits: of the keys, or None: chosen by `split_attention.num_splits`.
+      together: two splits, where there are two, form a cluster and merge their parts in shared memory; not with `pair`.
+        Mosaic's interpreter cannot store into another block's memory: there they are merged like others.
       registers: of a thread that computes, and of one that copies.
     """
 
@@ -57,6 +59,7 @@ class Schedule:
     overlap: bool = True
     pair: bool = False
     splits: int | None = None
+    together: bool = False
     registers: tuple[int, int] = (240, 24)
 
 
@@ -114,7 +117,7 @@ def mla_mosaic(
     values, *weights = run(
         layer.reshape(1), lengths, q.reshape(b * rows, c), cache.reshape(-1, c), block.reshape(-1, block.shape[-1])
     )
-    if splits == 1:
+    if not weights:
         return values.reshape(b, t, heads, RANK)
     shape = parts_shape(splits, b, rows, RANK, values.dtype)
     parts = values.reshape(shape.values.shape), weights[0].reshape(shape.weights.shape)
@@ -145,6 +148,8 @@ def _kernel(
 
     query_tiles, block_tiles = block * heads // _TILE, cdiv(block, _TILE)
     cluster = 2 if schedule.pair else 1
+    together = schedule.together and splits == 2 and not schedule.pair and interpret is None
+    whole = together or splits == 1
     rows, block_rows = block * heads, block + -block % _ALIGN
 
     def wide(x: jax.Array, columns: int) -> jax.Array:
@@ -162,6 +167,7 @@ def _kernel(
         first = span.prefix[0] + span.block[0]
         steps = span.prefix[1] + span.block[1] - first
         prefix = cdiv(length, _TILE)
+        both = split_range(length, jnp.int32(1), tiles, splits, block_tiles).some
         group = lax.axis_index("group")
         full, free = shared["full"], shared["free"]
 
@@ -193,10 +199,15 @@ def _kernel(
                         def _wait(name=name):
                             plgpu.barrier_wait(free.at[_at(name, slot)])
 
-                        @pl.when(i == 0)
-                        def _ask(name=name, start=start, width=width):
-                            piece = q_ref.at[at, pl.ds(start, width)]
-                            plgpu.copy_gmem_to_smem(piece, shared["q"][name], shared["asked"].at[_at(name, slots=1)])
+                        def ask(axes, name=name, start=start, width=width):
+                            piece, asked = q_ref.at[at, pl.ds(start, width)], shared["asked"].at[_at(name, slots=1)]
+                            plgpu.copy_gmem_to_smem(piece, shared["q"][name], asked, collective_axes=axes)
+
+                        # Blocks with the same queries copy half of them each, to both.
+                        alone = jnp.logical_not(both) if together else True
+                        pl.when((i == 0) & alone)(functools.partial(ask, None))
+                        if together:
+                            pl.when((i == 0) & both)(functools.partial(ask, "split"))
 
                         @pl.when(column < 0)
                         def _prefix(name=name):
@@ -236,18 +247,25 @@ def _kernel(
                     acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
                     safe = jnp.where(total == 0.0, 1.0, total)
                     acc = acc / wide(safe, _HALF)
-                    at = pl.ds(((split * batch + b) * query_tiles + own) * _TILE, _TILE)
+                    log = top + jnp.log(safe) * LOG2_E
+                    part = 0 if whole else split * batch
+                    at = pl.ds(((part + b) * query_tiles + own) * _TILE, _TILE)
 
-                    @pl.when(tile < query_tiles)
-                    def _write():
+                    def write(acc):
                         # Nobody needs the queries any more.
                         out = shared["q"][_HALVES[which]]
                         out[...] = acc.astype(jnp.bfloat16)
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(which * _HALF, _HALF)])
-                        if which == 0 and splits > 1:
-                            weights_ref[0].at[at][...] = top + jnp.log(safe) * LOG2_E
+                        if which == 0 and not whole:
+                            weights_ref[0].at[at][...] = log
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    if together:
+                        pl.when(both)(lambda: _exchange(plgpu, shared, which, split, acc, log, write))
+                        pl.when(jnp.logical_not(both))(lambda: write(acc))
+                    else:
+                        pl.when(tile < query_tiles)(lambda: write(acc))
 
     def pieces(*leading: int) -> dict[str, Any]:
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
@@ -259,16 +277,20 @@ def _kernel(
     readers = 1 if schedule.seesaw else 2
 
     freed = {"num_arrivals": readers, "num_barriers": len(_PIECES) * _SLOTS}
-    count = splits * batch * rows
+    count = (1 if whole else splits) * batch * rows
+    clustered = {"open": plgpu.ClusterBarrier(collective_axes=("split",)), "given": plgpu.Barrier(num_arrivals=3)}
+    grid, names = (cdiv(query_tiles, cluster), splits, batch), ("tile", "split", "batch")
+    if together:
+        grid, names = (query_tiles, batch), ("tile", "batch")
     return plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((count, RANK), jnp.bfloat16),
-            *([jax.ShapeDtypeStruct((count,), jnp.float32)] if splits > 1 else []),
+            *([] if whole else [jax.ShapeDtypeStruct((count,), jnp.float32)]),
         ),
-        grid=(cdiv(query_tiles, cluster), splits, batch),
-        grid_names=("tile", "split", "batch"),
-        **({"cluster": (2,), "cluster_names": ("pair",)} if schedule.pair else {}),
+        grid=grid,
+        grid_names=names,
+        **({"cluster": (2,), "cluster_names": ("split" if together else "pair",)} if together or schedule.pair else {}),
         num_threads=3,
         thread_name="group",
         kernel_name="mla_attention_mosaic",
@@ -288,9 +310,43 @@ def _kernel(
                 else plgpu.Barrier(**freed),
                 "ready": plgpu.Barrier(num_barriers=2),
                 "met": plgpu.Barrier(num_arrivals=2),
+                **(clustered if together else {}),
             },
         ),
     )
+
+
+def _exchange(plgpu, shared, which: int, split, acc, log, write: Callable[[jax.Array], None]) -> None:
+    """Split s of two writes half s of the columns: its other warpgroup gives its part to the other block.
+
+    The key slots are free when both blocks have come here. The logarithms of the weights go as two bfloat16 in place of
+    ropes, for what is stored in another block's memory must be swizzled tiles.
+    """
+    half, keys = _HALVES[which], shared["k"]
+    if which == 0:
+        plgpu.barrier_arrive(shared["open"])
+
+    @pl.when(split != which)
+    def _give():
+        plgpu.barrier_wait(shared["open"])
+        high = log.astype(jnp.bfloat16)
+        low = (log - high.astype(jnp.float32)).astype(jnp.bfloat16)
+        logs = [lax.broadcast_in_dim(x, (_TILE, ROPE), [0]) for x in (high, low)]
+        places = [(acc.astype(jnp.bfloat16), half, 0), (logs[0], "rope", 0), (logs[1], "rope", 1)]
+        for value, name, slot in places:
+            plgpu.async_store_smem(
+                value, keys[name].at[slot], shared["given"], cluster_idx=1 - split, cluster_dim="split", optimized=False
+            )
+
+    @pl.when(split == which)
+    def _take():
+        plgpu.barrier_wait(shared["given"])
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        theirs = sum(jnp.max(load(keys["rope"].at[slot]).astype(jnp.float32), axis=1) for slot in range(2))
+        top = jnp.maximum(log, theirs)
+        own, other = jnp.exp2(log - top), jnp.exp2(theirs - top)
+        own, other = (lax.broadcast_in_dim(x / (own + other), acc.shape, [0]) for x in (own, other))
+        write(acc * own + load(keys[half].at[0]).astype(jnp.float32) * other)
 
 
 class _Compute:
