@@ -425,10 +425,11 @@ class _Compute:
             return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
         return mask(scores) if masked else scores
 
-    def clean(self, step: jax.Array, slot: Any) -> None:
-        """Zeros in this half of the values of a masked tile, for rows that do not count and what is not finite.
+    def clean(self, slot: Any) -> None:
+        """Zeros for what is not finite in this half of the values of a masked tile.
 
-        Nobody may need them for scores any more. Those who see what is not finite have it in their weights.
+        No scores may need them any more. Rows that see what is not finite have it in their weights; for the others, and
+        in rows of keys that do not count, weights of zero meet it.
         """
         plgpu, values = self.plgpu, self.shared["k"][self.half].at[slot]
 
@@ -436,9 +437,7 @@ class _Compute:
         for start in range(0, _HALF, ROPE):
             part = values.at[pl.ds(0, _TILE), pl.ds(start, ROPE)]
             x = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-            row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, x.shape, 0), plgpu.Layout.WGMMA)
-            keep = (row < self.count(step)) & (jnp.abs(x) < jnp.inf)
-            part[...] = jnp.where(keep, x, 0.0).astype(jnp.bfloat16)
+            part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
         plgpu.commit_smem()
 
     def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -482,7 +481,7 @@ class _Compute:
             weights, sums, top, fade = self.weigh(self.scores(i, slot, masked), top)
             if masked:
                 self.meet()  # both have read the keys
-                self.clean(i, slot)
+                self.clean(slot)
             acc, _ = self.add(acc, fade, weights, slot)
             for name in _PIECES:
                 self.plgpu.barrier_arrive(self.shared["free"].at[_at(name, slot)])
@@ -514,7 +513,7 @@ class _Compute:
         def clean(step, slot, masked):
             # The scores are done: by this warpgroup, or it has taken the maxima of the other.
             if masked is None:
-                pl.when(self.is_masked(step))(lambda: self.clean(step, slot))
+                pl.when(self.is_masked(step))(lambda: self.clean(slot))
 
         def theirs(acc, fade, step, slot, masked, meanwhile=lambda: None):
             plgpu.barrier_wait(shared["full"].at[_at(self.half, slot)])
