@@ -57,8 +57,9 @@ def candidates(op: str, rows: int) -> list[Tiles]:
 
 def schedules(rows: int) -> list[Schedule]:
     """Of the Mosaic kernel: the variants, then splits for one, two and more waves of blocks."""
-    base = [Schedule(), Schedule(pair=True), Schedule(seesaw=False), Schedule(overlap=False)]
+    base = [Schedule(), Schedule(pair=True), Schedule(seesaw=True), Schedule(seesaw=True, overlap=False)]
     splits = {17: (7, 15), 65: (2, 4)}.get(rows, ())
+    base += [Schedule(splits=2, together=True)]
     return base + [dataclasses.replace(one, splits=n) for n in splits for one in base[:2]]
 
 

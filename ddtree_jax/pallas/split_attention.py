@@ -23,8 +23,10 @@ from ddtree_jax.pallas.backend import Platform, dot, load, store, triton_call
 LOG2_E = math.log2(math.e)
 # The running maximum starts finite: masked scores are -inf, and -inf - -inf would be NaN.
 _LOWEST = -1e30
-# Elements that one block of the merge has in flight: 4 warps hold no more in registers.
-_MOST_MERGED = 32768
+# Elements that one block of the merge has in flight, unless a single row has more; bytes that a warp of it has.
+_MOST_MERGED, _WARP_BYTES = 16384, 16384
+# Blocks of the merge for each core: it waits for memory and little else, so small ones that start together are best.
+_MERGE_BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +191,15 @@ def finish(state: State) -> tuple[jax.Array, jax.Array]:
 
 
 class Parts(NamedTuple):
-    """Shapes of what the splits write: float32 values [splits, B, rows, N] and weights [splits, B, rows]."""
+    """Shapes of what the splits write: values [splits, B, rows, N] and float32 weights [splits, B, rows]."""
 
     values: jax.ShapeDtypeStruct
     weights: jax.ShapeDtypeStruct
 
 
-def parts_shape(splits: int, batch: int, rows: int, width: int) -> Parts:
+def parts_shape(splits: int, batch: int, rows: int, width: int, dtype: Any = jnp.float32) -> Parts:
     return Parts(
-        jax.ShapeDtypeStruct((splits, batch, rows, width), jnp.float32),
+        jax.ShapeDtypeStruct((splits, batch, rows, width), dtype),
         jax.ShapeDtypeStruct((splits, batch, rows), jnp.float32),
     )
 
@@ -210,21 +212,22 @@ def _merge_kernel(
     live = start + jnp.arange(tiles.merge_rows) < rows
     at = pl.ds(start, tiles.merge_rows)
     width = out_ref.shape[-1]
-    # Unrolled, so that all loads are in flight together; those of empty splits are masked and touch no memory.
-    logs = [
-        load(weights_ref.at[jnp.int32(i), batch, at], mask=live & (i < count), other=2 * _LOWEST) for i in range(splits)
+    # All loads before the first use of one, so that they are in flight together; those of empty splits are masked and
+    # touch no memory.
+    given = [live & (i < count) for i in range(splits)]
+    parts = [
+        load(values_ref.at[jnp.int32(i), batch, at, pl.ds(0, width)], mask=mask[:, None], other=0.0)
+        for i, mask in enumerate(given)
     ]
+    logs = [load(weights_ref.at[jnp.int32(i), batch, at], mask=mask, other=2 * _LOWEST) for i, mask in enumerate(given)]
     top = logs[0]
     for log in logs[1:]:
         top = jnp.maximum(top, log)
     total = jnp.zeros((tiles.merge_rows,), jnp.float32)
     acc = jnp.zeros((tiles.merge_rows, width), jnp.float32)
-    for i, log in enumerate(logs):
+    for part, log in zip(parts, logs, strict=True):
         weight = jnp.exp2(log - top)
-        part = load(
-            values_ref.at[jnp.int32(i), batch, at, pl.ds(0, width)], mask=(live & (i < count))[:, None], other=0.0
-        )
-        total, acc = total + weight, acc + part * weight[:, None]
+        total, acc = total + weight, acc + part.astype(jnp.float32) * weight[:, None]
     store(out_ref.at[batch, at, pl.ds(0, width)], (acc / total[:, None]).astype(out_ref.dtype), mask=live[:, None])
 
 
@@ -235,9 +238,16 @@ def merge(
     """[B, rows, N] of `dtype` from the parts of `finish`; a split without tiles has written nothing and is not read."""
     splits, batch, rows, width = parts[0].shape
     merge_rows = tiles.merge_rows
-    while merge_rows > 1 and merge_rows * width * splits > _MOST_MERGED:
+    while merge_rows > 1 and (
+        merge_rows * width * splits > _MOST_MERGED
+        or cdiv(rows, merge_rows) * batch < _MERGE_BLOCKS * max(platform.cores, 1)
+    ):
         merge_rows //= 2
     tiles = dataclasses.replace(tiles, merge_rows=merge_rows)
+    size = merge_rows * width * parts[0].dtype.itemsize
+    warps = min(size // (32 * 16), 4)  # 16 bytes a load of a thread
+    while warps < min(cdiv(size * splits, _WARP_BYTES), 8):  # all in registers
+        warps = max(1, 2 * warps)
 
     def count(length: jax.Array) -> jax.Array:
         _, total, chunk = _chunk(length, tiles, splits, block_tiles)
@@ -252,6 +262,6 @@ def merge(
         platform=platform,
         grid=(cdiv(rows, tiles.merge_rows), batch),
         out_shape=jax.ShapeDtypeStruct((batch, rows, width), dtype),
-        num_warps=4,
+        num_warps=warps,
         num_stages=1,
     )(lengths, *parts)
