@@ -1,0 +1,560 @@
+"""`gqa_attention` in Mosaic GPU for Hopper: tree attention of grouped heads of width 128.
+
+A row tile is 64 query rows of a KV head: 64 / group block rows of each head of its group, one head behind the other,
+which is how TMA can gather them from [B, T, Hq, 128] and scatter the result. A block of threads takes two row tiles and
+one split of the keys; where there is one row tile only, its two computing warpgroups take every other key tile. A third
+warpgroup copies the tiles of keys and values.
+
+The splits of a row tile form a cluster. Each leaves its sums, cut into eighths of 16 columns, in its shared memory, and
+every block of the cluster adds up some of the columns of all and writes them: there is no second kernel. Where the
+splits are no cluster (Mosaic's interpreter knows no shared memory of other blocks), XLA adds the parts up.
+
+The last tile of the prefix and those of the block are masked: rows of values that nobody may see, or that are not
+finite, become zeros in shared memory, for 0 * NaN would spread them; scores of the latter become NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ddtree_jax.pallas.backend import HOPPER, Platform
+from ddtree_jax.pallas.split_attention import LOG2_E, cdiv
+
+_WIDTH = 128  # of a head
+_ROWS = 64  # of a row tile: the M side of wgmma
+_LOWEST = -1e30  # as in split_attention: finite, so that -inf - _LOWEST is no NaN
+_GROUPS = (1, 2, 4, 8)  # heads of a group: a row tile holds multiples of 8 rows of each
+# A cluster of more than 8 blocks is not portable, but fits into each GPC of an H200.
+_MOST_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the work is cut and overlapped.
+
+    Attributes:
+      keys: of a tile, 64 or 128.
+      slots: tiles of keys, and of values, in shared memory.
+      splits: of the keys, or None: chosen by `choose_splits`; blocks of a cluster.
+      most: the largest cluster that is chosen.
+      cluster: the splits form a cluster, else XLA merges their parts.
+      ahead: the scores of the next tile are under way while a tile is weighed and its values are added.
+      turns: the two warpgroups take turns at the products.
+      registers: of a thread that computes, and of one that copies.
+    """
+
+    keys: int = 64
+    slots: int = 3
+    splits: int | None = None
+    most: int = _MOST_SPLITS
+    cluster: bool = True
+    ahead: bool = False
+    turns: bool = False
+    registers: tuple[int, int] = (240, 24)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Static sizes of a call; `block` counts the rows of q and of the block, padded where the interpreter runs."""
+
+    batch: int
+    block: int
+    heads: int
+    kv_heads: int
+    slots: int
+    splits: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def part(self) -> int:
+        """Block rows of a row tile."""
+        return _ROWS // self.group
+
+    @property
+    def row_tiles(self) -> int:
+        return cdiv(self.block, self.part)
+
+    @property
+    def pairs(self) -> bool:
+        """Two row tiles a block of threads; else both warpgroups have the same."""
+        return self.row_tiles > 1
+
+    @property
+    def sources(self) -> int:
+        """Parts of a row tile."""
+        return self.splits * (1 if self.pairs else 2)
+
+    @property
+    def owners(self) -> int:
+        """Warpgroups that add up the parts of a row tile, some columns each: a power of two."""
+        return min(1 << self.sources.bit_length() - 1, _WIDTH // 8)
+
+    @property
+    def columns(self) -> int:
+        return _WIDTH // self.owners
+
+    @property
+    def tiles(self) -> int:
+        """Blocks of threads of a KV head and a split."""
+        return cdiv(self.row_tiles, 2)
+
+
+def choose_splits(blocks: int, key_tiles: int, most: int, platform: Platform) -> int:
+    """Splits for a grid that fills the cores in few, full waves; `blocks` without splits, `key_tiles` at capacity."""
+    cores = max(platform.cores, 1)
+
+    def time(splits: int) -> float:
+        # A block costs its tiles and about three more for the queries, the masks and the merge.
+        return math.ceil(blocks * splits / cores) * (math.ceil(key_tiles / splits) + 3)
+
+    return min(range(1, max(1, min(most, key_tiles)) + 1), key=lambda n: (time(n), n))
+
+
+def _check(q: Any, k_cache: Any, schedule: Schedule, platform: Platform) -> None:
+    if platform.generation != HOPPER:
+        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
+    if q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"dtype {q.dtype}: bfloat16 only")
+    if q.shape[3] != _WIDTH:
+        raise NotImplementedError(f"head dim {q.shape[3]}: {_WIDTH} only")
+    group = q.shape[2] // (k_cache.shape[3] // _WIDTH)
+    if group not in _GROUPS:
+        raise NotImplementedError(f"{group} query heads a KV head: {_GROUPS} only")
+    if not q.shape[1]:
+        raise NotImplementedError("a block without rows")
+    if k_cache.shape[2] < schedule.keys:
+        raise NotImplementedError(f"a cache of {k_cache.shape[2]} slots: {schedule.keys} or more only")
+    try:
+        import jax.experimental.pallas.mosaic_gpu  # noqa: F401
+    except ImportError as error:
+        raise NotImplementedError(f"Mosaic GPU cannot be imported: {error}") from None
+
+
+def gqa_mosaic(
+    q, k_cache, v_cache, layer, lengths, new_k, new_v, mask, *, scale: float, platform: Platform,
+    schedule: Schedule | None = None, interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """`tree_attention.gqa_attention` on Mosaic GPU.
+
+    `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
+    interpreted.
+    """
+    schedule = Schedule() if schedule is None else schedule
+    _check(q, k_cache, schedule, platform)
+    b, t, heads, _ = q.shape
+    width = k_cache.shape[3]
+    kv_heads = width // _WIDTH
+    sizes = _Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1)
+    block_tiles = cdiv(t, schedule.keys)
+    blocks, key_tiles = sizes.tiles * kv_heads * b, cdiv(k_cache.shape[2], schedule.keys) + block_tiles
+    splits = schedule.splits or choose_splits(blocks, key_tiles, schedule.most, platform)
+    bias = _bias(mask, sizes, block_tiles, schedule.keys)
+    pad = cdiv(t, 8) * 8
+    if platform.interpret:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        schedule = dataclasses.replace(schedule, cluster=schedule.cluster and splits == 1)
+        interpret = plgpu.InterpretGPUParams() if interpret is None else interpret
+        # TMA fills what lies beyond an array with zeros; the interpreter does not.
+        pad = max(2 * sizes.tiles * sizes.part, block_tiles * schedule.keys)
+    # TMA takes tiles of 8 rows, and there may be 17: one array of whole tiles for all that belongs to the block.
+    block = jnp.concatenate([q.reshape(b, t, -1), new_k, new_v], axis=-1)
+    block = jnp.pad(block, ((0, 0), (0, pad - t), (0, 0)))
+    sizes = dataclasses.replace(sizes, splits=splits)
+    run = _kernel(
+        sizes=sizes, schedule=schedule, scale=scale, interpret=interpret if platform.interpret else None
+    )
+    out = run(layer.reshape(1), lengths, block, k_cache.reshape(-1, width), v_cache.reshape(-1, width), bias)
+    if splits > 1 and not schedule.cluster:
+        out = _merged(*out, sizes)
+    return out[:, :t].reshape(b, t, heads, _WIDTH)
+
+
+def _bias(mask: jax.Array, sizes: _Sizes, block_tiles: int, keys: int) -> jax.Array:
+    """float32 [B, row tiles, 64, (1 + block_tiles) * keys], 0 or -inf: added to the scores of a masked tile.
+
+    The first `keys` columns, all 0, are for the last tile of the prefix.
+    """
+    b, t, _ = mask.shape
+    tiles = 2 * sizes.tiles
+    seen = jnp.pad(mask, ((0, 0), (0, tiles * sizes.part - t), (0, block_tiles * keys - t)))
+    bias = jnp.where(seen, jnp.float32(0), -jnp.inf).reshape(b, tiles, 1, sizes.part, -1)
+    bias = jnp.broadcast_to(bias, (b, tiles, sizes.group, sizes.part, bias.shape[-1])).reshape(b, tiles, _ROWS, -1)
+    return jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (keys, 0)))
+
+
+def _merged(values: jax.Array, weights: jax.Array, sizes: _Sizes) -> jax.Array:
+    """bf16 [B, rows, Hq * 128] from parts [splits, B, Hkv, tiles, 2, 64, 128] and their weights."""
+    s, axes = sizes, (0,)
+    if not s.pairs:
+        axes = (0, 4)  # the two warpgroups hold parts of the same rows
+    weights = jnp.exp2(weights - jnp.max(weights, axis=axes, keepdims=True))
+    total = jnp.sum(weights, axis=axes, keepdims=True)
+    merged = jnp.sum(values * (weights / total)[..., None], axis=axes)
+    merged = merged.reshape(s.batch, s.kv_heads, -1, s.group, s.part, _WIDTH).transpose(0, 2, 4, 1, 3, 5)
+    return merged.astype(jnp.bfloat16).reshape(s.batch, -1, s.heads * _WIDTH)
+
+
+def _kernel(
+    *, sizes: _Sizes, schedule: Schedule, scale: float, interpret: Any
+) -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
+    """(layer [1], lengths, block [B, T, (Hq + 2 Hkv) * 128], caches [R * B * S, Hkv * 128], bias) -> out.
+
+    bf16 [B, T, Hq * 128], or parts as `_merged` takes them. `block` has queries, keys and values in a row.
+    """
+    # Where kernels are built only: it costs an import of a second that other platforms need not pay.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    s, keys, slots = sizes, schedule.keys, schedule.slots
+    inside = s.splits > 1 and schedule.cluster
+    apart = s.splits > 1 and not schedule.cluster
+    block_tiles = cdiv(s.block, keys)
+
+    def body(layer_ref, lengths_ref, block_ref, k_ref, v_ref, bias_ref, *outs, shared):
+        tile, head, b = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("batch")
+        split = lax.axis_index("split") if s.splits > 1 else jnp.int32(0)
+        length = lengths_ref[b]
+        prefix_tiles = cdiv(length, keys)
+        total = prefix_tiles + block_tiles
+        first = split * total // s.splits
+        steps = (split + 1) * total // s.splits - first
+        group = lax.axis_index("group")
+        columns = pl.ds(head * _WIDTH, _WIDTH)
+
+        def start_of(step):
+            """Row of the prefix where a tile is read: the last one of the cache may overlap the one before."""
+            return jnp.minimum(step * keys, s.slots - keys)
+
+        @pl.when(group == 2)
+        def _copy():
+            plgpu.set_max_registers(schedule.registers[1], action="decrease")
+            for which in range(2 if s.pairs else 1):
+                at = pl.ds((tile * 2 + which) * s.part, s.part)
+                for g in range(s.group):
+                    plgpu.copy_gmem_to_smem(
+                        block_ref.at[b, at, pl.ds((head * s.group + g) * _WIDTH, _WIDTH)],
+                        shared["q"].at[which, pl.ds(g * s.part, s.part)],
+                        shared["asked"],
+                    )
+            cached = (layer_ref[0] * s.batch + b) * s.slots
+
+            def copy(i, carry):
+                slot, step = lax.rem(i, jnp.int32(slots)), first + i
+                for name, ref, before in (("k", k_ref, s.heads), ("v", v_ref, s.heads + s.kv_heads)):
+
+                    @pl.when(i >= slots)
+                    def _wait(name=name):
+                        plgpu.barrier_wait(shared["free"][name].at[slot])
+
+                    into, full = shared[name].at[slot], shared["full"][name].at[slot]
+
+                    @pl.when(step < prefix_tiles)
+                    def _prefix(ref=ref, into=into, full=full):
+                        plgpu.copy_gmem_to_smem(ref.at[pl.ds(cached + start_of(step), keys), columns], into, full)
+
+                    @pl.when(step >= prefix_tiles)
+                    def _block(before=before, into=into, full=full):
+                        at = pl.ds((step - prefix_tiles) * keys, keys)
+                        own = pl.ds((before + head) * _WIDTH, _WIDTH)
+                        plgpu.copy_gmem_to_smem(block_ref.at[b, at, own], into, full)
+
+                return carry
+
+            lax.fori_loop(0, steps, copy, None)
+
+        for which in (0, 1):
+
+            @pl.when(group == which)
+            def _compute(which=which):
+                plgpu.set_max_registers(schedule.registers[0], action="increase")
+                plgpu.barrier_wait(shared["asked"])
+                own = which if s.pairs else 0
+                bias_at = bias_ref.at[b, tile * 2 + own]
+                compute = _Compute(
+                    plgpu, which, shared, bias_at, s, schedule, scale, interpret is not None,
+                    first=first, length=length, start_of=start_of,
+                )  # fmt: skip
+                acc, weight = compute.normalised(*compute.run(steps))
+                if apart:
+                    at = split, b, head, tile, which
+                    outs[0].at[at][...] = acc
+                    outs[1].at[at][...] = weight
+                    return
+                merge = _Merge(plgpu, which, shared, s, split)
+                merge.give(acc, weight)
+                merge.take(outs[0], b=b, tile=tile * 2 + own, head=head)
+
+    def tiled(*leading: int) -> Any:
+        transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM((*leading, _WIDTH), jnp.bfloat16, transforms=transforms)
+
+    readers = 2 if s.pairs else 1
+    shared = {
+        "q": tiled(readers, _ROWS),
+        "k": tiled(slots, keys),
+        "v": tiled(slots, keys),
+        "broken": plgpu.SMEM((slots, keys), jnp.float32),
+        "asked": plgpu.Barrier(num_arrivals=readers * s.group),
+        "full": {name: plgpu.Barrier(num_barriers=slots) for name in "kv"},
+        "free": {name: plgpu.Barrier(num_arrivals=readers, num_barriers=slots) for name in "kv"},
+        "clean": plgpu.Barrier(num_barriers=slots),
+        "turn": plgpu.Barrier(num_arrivals=2),
+    }
+    if not apart:
+        minor = min(s.columns, 32)
+        transforms = plgpu.TilingTransform((8, minor)), plgpu.SwizzleTransform(4 * minor)
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("split",)) if inside else plgpu.Barrier
+        shared |= {
+            "parts": plgpu.SMEM((2, s.sources, _ROWS, s.columns), jnp.float32, transforms=transforms),
+            # Apart: jax 0.11.2 cannot read a slice of the shared memory of another block.
+            "weights": [plgpu.SMEM((_ROWS,), jnp.float32) for _ in range(2)],
+            "out": plgpu.SMEM((2, _ROWS, s.columns), jnp.bfloat16),
+            "weighed": barrier(num_arrivals=2),
+            "arrived": plgpu.Barrier(num_arrivals=s.sources, num_barriers=2),
+            "left": barrier(num_arrivals=2),
+        }
+    out_type: Any = jax.ShapeDtypeStruct((s.batch, s.block, s.heads * _WIDTH), jnp.bfloat16)
+    if apart:
+        shape = s.splits, s.batch, s.kv_heads, s.tiles, 2, _ROWS
+        out_type = jax.ShapeDtypeStruct((*shape, _WIDTH), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(s.tiles, *((s.splits,) if apart else ()), s.kv_heads, s.batch),
+        grid_names=("tile", *(("split",) if apart else ()), "head", "batch"),
+        **({"cluster": (s.splits,), "cluster_names": ("split",)} if inside else {}),
+        num_threads=3,
+        thread_name="group",
+        kernel_name="gqa_attention_mosaic",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        scratch_types=dict(shared=shared),
+    )
+
+
+class _Compute:
+    """A computing warpgroup, `which` of two."""
+
+    def __init__(
+        self, plgpu, which: int, shared, bias_ref, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool, *,
+        first, length, start_of,
+    ):  # fmt: skip
+        self.plgpu, self.which, self.shared, self.bias_ref = plgpu, which, shared, bias_ref
+        self.sizes, self.schedule, self.interpreted = sizes, schedule, interpreted
+        self.factor = scale * LOG2_E
+        self.first, self.length, self.start_of = first, length, start_of
+        self.q = shared["q"].at[which if sizes.pairs else 0]
+        self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
+
+    def run(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(sums of weighted values [64, 128], maxima [64], sums of weights [64]) of the tiles of this warpgroup."""
+        cast, wgmma = self.plgpu.layout_cast, self.plgpu.Layout.WGMMA
+        empty = (
+            cast(jnp.zeros((_ROWS, _WIDTH), jnp.float32), wgmma),
+            cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), self.down),
+            cast(jnp.zeros((_ROWS,), jnp.float32), self.down),
+        )
+
+        def step(i, carry):
+            acc, top, total = carry
+            slot = lax.rem(i, jnp.int32(self.schedule.slots))
+            weights, sums, top, fade = self.weigh(self.masked(self.scores(slot), i, slot), top)
+            return self.add(acc, fade, weights, slot), top, total * fade + sums
+
+        if self.sizes.pairs:
+            return lax.fori_loop(0, steps, step, empty)
+        return lax.fori_loop(0, (steps + 1 - self.which) // 2, lambda j, c: step(2 * j + self.which, c), empty)
+
+    def scores(self, slot: jax.Array) -> jax.Array:
+        """float32 [64, keys] of a tile."""
+        plgpu, k = self.plgpu, self.shared["k"].at[slot]
+        plgpu.barrier_wait(self.shared["full"]["k"].at[slot])
+
+        def product(acc):
+            plgpu.wgmma(acc, self.q, k.transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(product, plgpu.ACC((_ROWS, self.schedule.keys), jnp.float32))
+        plgpu.barrier_arrive(self.shared["free"]["k"].at[slot])
+        return scores
+
+    def masked(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
+        """Scores times scale * log2(e); the values of the tile are there, and clean where it is masked."""
+        plgpu, keys = self.plgpu, self.schedule.keys
+        step = self.first + i
+        tiles = self.length // keys  # of the prefix without a mask
+        plgpu.barrier_wait(self.shared["full"]["v"].at[slot])
+        scores = scores * self.factor
+
+        def apply(scores):
+            prefix = cdiv(self.length, keys)
+            inside = step < prefix
+            start = self.start_of(step)
+            # Columns of the tile that are its own and lie before the end.
+            low = jnp.where(inside, step * keys - start, 0)
+            high = jnp.where(inside, self.length - start, keys)
+            if self.which == 0 or not self.sizes.pairs:
+                self.clean(slot, low, high)
+                if self.sizes.pairs:
+                    plgpu.barrier_arrive(self.shared["clean"].at[slot])
+            else:
+                plgpu.barrier_wait(self.shared["clean"].at[slot])
+            broken = plgpu.load(self.shared["broken"].at[slot], layout=self.across)
+            column = jnp.where(inside, 0, (step - prefix + 1) * keys)
+            bias = plgpu.load(
+                self.bias_ref.at[:, pl.ds(column, keys)], layout=plgpu.Layout.WGMMA, optimized=False
+            )
+            at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+            scores = scores + lax.broadcast_in_dim(broken, scores.shape, [1])
+            seen = (at >= low) & (at < high) & (bias == 0.0)
+            return jnp.where(seen, scores, -jnp.inf)
+
+        return lax.cond(step >= tiles, apply, lambda scores: scores, scores)
+
+    def clean(self, slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
+        """Zeros in the rows of values outside of [low, high) and for what is not finite; NaN in `broken` for these."""
+        plgpu = self.plgpu
+        for half in range(self.schedule.keys // 64):
+            rows = pl.ds(half * 64, 64)
+            ref = self.shared["v"].at[slot, rows]
+            values = plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            at = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA) + half * 64
+            finite = jnp.abs(values) < jnp.inf
+            ref[...] = jnp.where(finite & (at >= low) & (at < high), values, 0.0).astype(jnp.bfloat16)
+            worst = jnp.max(jnp.where(finite, 0.0, 1.0), axis=1)
+            self.shared["broken"].at[slot, rows][...] = jnp.where(worst > 0.0, jnp.nan, 0.0)
+        plgpu.commit_smem()
+
+    def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(weights bf16 [64, keys], their sums, the new maxima, what older sums fade by)."""
+        new = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
+        return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
+
+    def add(self, acc: jax.Array, fade: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
+        """acc * fade + weights @ values; the slot is free then."""
+        plgpu, values = self.plgpu, self.shared["v"].at[slot]
+        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+        if self.interpreted:
+            # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
+            given = values[...]
+            plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
+            acc = acc + jnp.dot(weights, given, preferred_element_type=jnp.float32)
+        else:
+
+            def product(ref):
+                ref[...] = acc
+                plgpu.wgmma(ref, weights, values)
+                return ref[...]
+
+            acc = pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+        plgpu.barrier_arrive(self.shared["free"]["v"].at[slot])
+        return acc
+
+    def normalised(self, acc: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(values [64, 128], logarithm to base 2 of the sum of weights [64])."""
+        safe = jnp.where(total == 0.0, 1.0, total)
+        return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), top + jnp.log(safe) * LOG2_E
+
+
+class _Merge:
+    """Adds up the parts of a row tile: those of the blocks of a cluster, and of both warpgroups where they share it."""
+
+    def __init__(self, plgpu, which: int, shared, sizes: _Sizes, split: jax.Array):
+        self.plgpu, self.which, self.shared, self.sizes, self.split = plgpu, which, shared, sizes, split
+        self.cluster = sizes.splits > 1
+        self.owners = range(sizes.owners)
+        self.warpgroups = (which,) if sizes.pairs else (0, 1)
+
+    def _weights(self, split: int, which: int) -> Any:
+        ref = self.shared["weights"][which]
+        ref = self.plgpu.cluster_ref(ref, {"split": jnp.int32(split)}) if self.cluster else ref
+        return self.plgpu.load(ref, layout=self.plgpu.Layout.WGMMA.reduce(1))
+
+    def _place(self, owner: int) -> tuple[int, int]:
+        """(block of the cluster, warpgroup) of an owner of columns."""
+        return (owner, self.which) if self.sizes.pairs else divmod(owner, 2)
+
+    def give(self, acc: jax.Array, weight: jax.Array) -> None:
+        """Sends each owner its columns of the sums, times their share of the whole."""
+        plgpu, shared, s = self.plgpu, self.shared, self.sizes
+        shared["weights"][self.which][...] = weight
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared["weighed"])
+        plgpu.barrier_wait(shared["weighed"])
+        logs = [self._weights(i, w) for i in range(s.splits) for w in self.warpgroups]
+        top = logs[0]
+        for log in logs[1:]:
+            top = jnp.maximum(top, log)
+        total = jnp.exp2(logs[0] - top)
+        for log in logs[1:]:
+            total = total + jnp.exp2(log - top)
+        acc = acc * lax.broadcast_in_dim(jnp.exp2(weight - top) / total, acc.shape, [0])
+        source = self.split if s.pairs else 2 * self.split + self.which
+        for owner in self.owners:
+            block, warpgroup = self._place(owner)
+            columns = acc[:, owner * s.columns : (owner + 1) * s.columns]
+            ref, arrived = shared["parts"].at[warpgroup, source], shared["arrived"].at[warpgroup]
+            if self.cluster:
+                plgpu.async_store_smem(columns, ref, arrived, cluster_idx=jnp.int32(block), cluster_dim="split")
+            else:
+                ref[...] = columns
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(arrived)
+
+    def take(self, out_ref, *, b, tile, head) -> None:
+        """Adds up the columns of this owner and writes them."""
+        plgpu, shared, s = self.plgpu, self.shared, self.sizes
+
+        def write(owner):
+            plgpu.barrier_wait(shared["arrived"].at[self.which])
+            sums = jnp.zeros((_ROWS, s.columns), jnp.float32)
+            for source in range(s.sources):
+                sums = sums + plgpu.load(shared["parts"].at[self.which, source], layout=plgpu.Layout.WGMMA)
+            ref = shared["out"].at[self.which]
+            ref[...] = sums.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            first = tile * s.part
+
+            def copy(g, row, rows):
+                columns = pl.ds((head * s.group + g) * _WIDTH + owner * s.columns, s.columns)
+                plgpu.copy_smem_to_gmem(
+                    ref.at[pl.ds(g * s.part + row, rows)], out_ref.at[b, pl.ds(first + row, rows), columns]
+                )
+
+            @pl.when(first + s.part <= s.block)
+            def _whole():
+                for g in range(s.group):
+                    copy(g, 0, s.part)
+
+            @pl.when(first + s.part > s.block)
+            def _rows():
+                for row in range(min(s.part, s.block)):
+
+                    @pl.when(first + row < s.block)
+                    def _row(row=row):
+                        for g in range(s.group):
+                            copy(g, row, 1)
+
+            plgpu.wait_smem_to_gmem(0)
+
+        owner = self.split if s.pairs else 2 * self.split + self.which
+        if len(self.owners) == (1 if s.pairs else 2) * s.splits:
+            write(owner)
+        else:
+            # One that owns nothing must stay until the others have read its weights.
+            pl.when(owner < len(self.owners))(lambda: write(owner))
+            plgpu.barrier_arrive(shared["left"])
+            plgpu.barrier_wait(shared["left"])
