@@ -1,13 +1,14 @@
 """`gqa_attention` in Mosaic GPU for Hopper: tree attention of grouped heads of width 128.
 
 A row tile is 64 query rows of a KV head: 64 / group block rows of each head of its group, one head behind the other,
-which is how TMA can gather them from [B, T, Hq, 128] and scatter the result. A block of threads takes two row tiles and
-one split of the keys; where there is one row tile only, its two computing warpgroups take every other key tile. A third
-warpgroup copies the tiles of keys and values.
+as TMA can gather them from [B, T, Hq, 128]. A block of threads takes two row tiles and one split of the keys, so that
+the keys are read once for 128 rows; where there is one row tile only, its two computing warpgroups take every other key
+tile. A third warpgroup copies the tiles of keys and values.
 
-The splits of a row tile form a cluster. Each leaves its sums, cut into eighths of 16 columns, in its shared memory, and
-every block of the cluster adds up some of the columns of all and writes them: there is no second kernel. Where the
-splits are no cluster (Mosaic's interpreter knows no shared memory of other blocks), XLA adds the parts up.
+The splits of a row tile form a cluster, and there is no second kernel for their merge: all read each other's sums of
+weights, then each sends every other one some columns of its sums, times their share of the whole, into the shared
+memory of that one, which adds them up and writes them. Where the splits are no cluster (Mosaic's interpreter knows no
+shared memory of other blocks), XLA adds the parts up.
 
 The last tile of the prefix and those of the block are masked: rows of values that nobody may see, or that are not
 finite, become zeros in shared memory, for 0 * NaN would spread them; scores of the latter become NaN.
@@ -53,7 +54,7 @@ class Schedule:
     """
 
     keys: int = 64
-    slots: int = 3
+    slots: int = 4
     splits: int | None = None
     most: int = _MOST_SPLITS
     cluster: bool = True
@@ -122,7 +123,7 @@ def choose_splits(blocks: int, key_tiles: int, most: int, platform: Platform) ->
     return min(range(1, max(1, min(most, key_tiles)) + 1), key=lambda n: (time(n), n))
 
 
-def _check(q: Any, k_cache: Any, schedule: Schedule, platform: Platform) -> None:
+def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Platform) -> None:
     if platform.generation != HOPPER:
         raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
     if q.dtype != jnp.bfloat16:
@@ -132,6 +133,8 @@ def _check(q: Any, k_cache: Any, schedule: Schedule, platform: Platform) -> None
     group = q.shape[2] // (k_cache.shape[3] // _WIDTH)
     if group not in _GROUPS:
         raise NotImplementedError(f"{group} query heads a KV head: {_GROUPS} only")
+    if scale <= 0:
+        raise NotImplementedError(f"scale {scale}: maxima are taken before it")
     if not q.shape[1]:
         raise NotImplementedError("a block without rows")
     if k_cache.shape[2] < schedule.keys:
@@ -152,14 +155,14 @@ def gqa_mosaic(
     interpreted.
     """
     schedule = Schedule() if schedule is None else schedule
-    _check(q, k_cache, schedule, platform)
+    _check(q, k_cache, scale, schedule, platform)
     b, t, heads, _ = q.shape
     width = k_cache.shape[3]
     kv_heads = width // _WIDTH
     sizes = _Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1)
     block_tiles = cdiv(t, schedule.keys)
-    blocks, key_tiles = sizes.tiles * kv_heads * b, cdiv(k_cache.shape[2], schedule.keys) + block_tiles
-    splits = schedule.splits or choose_splits(blocks, key_tiles, schedule.most, platform)
+    key_tiles = cdiv(k_cache.shape[2], schedule.keys) + block_tiles
+    splits = schedule.splits or choose_splits(sizes.tiles * kv_heads * b, key_tiles, schedule.most, platform)
     bias = _bias(mask, sizes, block_tiles, schedule.keys)
     pad = cdiv(t, 8) * 8
     if platform.interpret:
@@ -169,14 +172,16 @@ def gqa_mosaic(
         interpret = plgpu.InterpretGPUParams() if interpret is None else interpret
         # TMA fills what lies beyond an array with zeros; the interpreter does not.
         pad = max(2 * sizes.tiles * sizes.part, block_tiles * schedule.keys)
-    # TMA takes tiles of 8 rows, and there may be 17: one array of whole tiles for all that belongs to the block.
-    block = jnp.concatenate([q.reshape(b, t, -1), new_k, new_v], axis=-1)
-    block = jnp.pad(block, ((0, 0), (0, pad - t), (0, 0)))
+    block, firsts = (q.reshape(b, t, -1), new_k, new_v), (0, 0, 0)
+    if pad != t:
+        # TMA takes tiles of 8 rows, and there may be 17: one array of whole tiles, as each kernel costs a launch.
+        whole = jnp.pad(jnp.concatenate(block, axis=-1), ((0, 0), (0, pad - t), (0, 0)))
+        block, firsts = (whole,) * 3, (0, heads, heads + kv_heads)
     sizes = dataclasses.replace(sizes, splits=splits)
     run = _kernel(
-        sizes=sizes, schedule=schedule, scale=scale, interpret=interpret if platform.interpret else None
+        sizes=sizes, firsts=firsts, schedule=schedule, scale=scale, interpret=interpret if platform.interpret else None
     )
-    out = run(layer.reshape(1), lengths, block, k_cache.reshape(-1, width), v_cache.reshape(-1, width), bias)
+    out = run(layer.reshape(1), lengths, *block, k_cache.reshape(-1, width), v_cache.reshape(-1, width), bias)
     if splits > 1 and not schedule.cluster:
         out = _merged(*out, sizes)
     return out[:, :t].reshape(b, t, heads, _WIDTH)
@@ -208,11 +213,12 @@ def _merged(values: jax.Array, weights: jax.Array, sizes: _Sizes) -> jax.Array:
 
 
 def _kernel(
-    *, sizes: _Sizes, schedule: Schedule, scale: float, interpret: Any
+    *, sizes: _Sizes, firsts: tuple[int, int, int], schedule: Schedule, scale: float, interpret: Any
 ) -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
-    """(layer [1], lengths, block [B, T, (Hq + 2 Hkv) * 128], caches [R * B * S, Hkv * 128], bias) -> out.
+    """(layer [1], lengths, queries, keys and values of the block, caches [R * B * S, Hkv * 128], bias) -> out.
 
-    bf16 [B, T, Hq * 128], or parts as `_merged` takes them. `block` has queries, keys and values in a row.
+    bf16 [B, T, Hq * 128], or parts as `_merged` takes them. Arrays of the block are [B, T, ...], with whole tiles of 8
+    rows; `firsts`: where each begins in a row, in heads.
     """
     # Where kernels are built only: it costs an import of a second that other platforms need not pay.
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -222,7 +228,10 @@ def _kernel(
     apart = s.splits > 1 and not schedule.cluster
     block_tiles = cdiv(s.block, keys)
 
-    def body(layer_ref, lengths_ref, block_ref, k_ref, v_ref, bias_ref, *outs, shared):
+    def body(layer_ref, lengths_ref, q_ref, new_k_ref, new_v_ref, k_ref, v_ref, bias_ref, *outs, shared):
+        if "either" in shared:
+            for some in shared["either"]:
+                shared = shared | some
         tile, head, b = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("batch")
         split = lax.axis_index("split") if s.splits > 1 else jnp.int32(0)
         length = lengths_ref[b]
@@ -244,7 +253,7 @@ def _kernel(
                 at = pl.ds((tile * 2 + which) * s.part, s.part)
                 for g in range(s.group):
                     plgpu.copy_gmem_to_smem(
-                        block_ref.at[b, at, pl.ds((head * s.group + g) * _WIDTH, _WIDTH)],
+                        q_ref.at[b, at, pl.ds((firsts[0] + head * s.group + g) * _WIDTH, _WIDTH)],
                         shared["q"].at[which, pl.ds(g * s.part, s.part)],
                         shared["asked"],
                     )
@@ -252,7 +261,10 @@ def _kernel(
 
             def copy(i, carry):
                 slot, step = lax.rem(i, jnp.int32(slots)), first + i
-                for name, ref, before in (("k", k_ref, s.heads), ("v", v_ref, s.heads + s.kv_heads)):
+                for name, ref, new_ref, before in (
+                    ("k", k_ref, new_k_ref, firsts[1]),
+                    ("v", v_ref, new_v_ref, firsts[2]),
+                ):
 
                     @pl.when(i >= slots)
                     def _wait(name=name):
@@ -265,10 +277,10 @@ def _kernel(
                         plgpu.copy_gmem_to_smem(ref.at[pl.ds(cached + start_of(step), keys), columns], into, full)
 
                     @pl.when(step >= prefix_tiles)
-                    def _block(before=before, into=into, full=full):
+                    def _block(new_ref=new_ref, before=before, into=into, full=full):
                         at = pl.ds((step - prefix_tiles) * keys, keys)
                         own = pl.ds((before + head) * _WIDTH, _WIDTH)
-                        plgpu.copy_gmem_to_smem(block_ref.at[b, at, own], into, full)
+                        plgpu.copy_gmem_to_smem(new_ref.at[b, at, own], into, full)
 
                 return carry
 
@@ -301,10 +313,9 @@ def _kernel(
         return plgpu.SMEM((*leading, _WIDTH), jnp.bfloat16, transforms=transforms)
 
     readers = 2 if s.pairs else 1
+    tiles = {"k": tiled(slots, keys), "v": tiled(slots, keys)}
     shared = {
         "q": tiled(readers, _ROWS),
-        "k": tiled(slots, keys),
-        "v": tiled(slots, keys),
         "broken": plgpu.SMEM((slots, keys), jnp.float32),
         "asked": plgpu.Barrier(num_arrivals=readers * s.group),
         "full": {name: plgpu.Barrier(num_barriers=slots) for name in "kv"},
@@ -312,12 +323,14 @@ def _kernel(
         "clean": plgpu.Barrier(num_barriers=slots),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
-    if not apart:
+    if apart:
+        shared |= tiles
+    else:
         minor = min(s.columns, 32)
         transforms = plgpu.TilingTransform((8, minor)), plgpu.SwizzleTransform(4 * minor)
+        parts = {"parts": plgpu.SMEM((2, s.sources, _ROWS, s.columns), jnp.float32, transforms=transforms)}
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("split",)) if inside else plgpu.Barrier
         shared |= {
-            "parts": plgpu.SMEM((2, s.sources, _ROWS, s.columns), jnp.float32, transforms=transforms),
             # Apart: jax 0.11.2 cannot read a slice of the shared memory of another block.
             "weights": [plgpu.SMEM((_ROWS,), jnp.float32) for _ in range(2)],
             "out": plgpu.SMEM((2, _ROWS, s.columns), jnp.bfloat16),
@@ -325,6 +338,8 @@ def _kernel(
             "arrived": plgpu.Barrier(num_arrivals=s.sources, num_barriers=2),
             "left": barrier(num_arrivals=2),
         }
+        # Parts arrive when all of the cluster are through with their tiles, and take the place of these.
+        shared |= tiles | parts if interpret is not None else {"either": plgpu.RefUnion(tiles, parts)}
     out_type: Any = jax.ShapeDtypeStruct((s.batch, s.block, s.heads * _WIDTH), jnp.bfloat16)
     if apart:
         shape = s.splits, s.batch, s.kv_heads, s.tiles, 2, _ROWS
@@ -348,8 +363,8 @@ class _Compute:
     """A computing warpgroup, `which` of two."""
 
     def __init__(
-        self, plgpu, which: int, shared, bias_ref, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool, *,
-        first, length, start_of,
+        self, plgpu, which: int, shared, bias_ref, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool,
+        *, first, length, start_of,
     ):  # fmt: skip
         self.plgpu, self.which, self.shared, self.bias_ref = plgpu, which, shared, bias_ref
         self.sizes, self.schedule, self.interpreted = sizes, schedule, interpreted
@@ -367,23 +382,85 @@ class _Compute:
             cast(jnp.zeros((_ROWS,), jnp.float32), self.down),
         )
 
-        def step(i, carry):
-            acc, top, total = carry
-            slot = lax.rem(i, jnp.int32(self.schedule.slots))
-            weights, sums, top, fade = self.weigh(self.masked(self.scores(slot), i, slot), top)
-            return self.add(acc, fade, weights, slot), top, total * fade + sums
+        count = (lambda n: n) if self.sizes.pairs else (lambda n: (n + 1 - self.which) // 2)
+        at = (lambda j: j) if self.sizes.pairs else (lambda j: 2 * j + self.which)
+        plain = jnp.clip(self.length // self.schedule.keys - self.first, 0, steps)
+        if self.schedule.ahead and not self.interpreted:
+            carry = self.ahead(count(plain), at, empty)
+        else:
+            turns = self.schedule.turns and self.sizes.pairs
+            turn = self.turn if turns else lambda: None
+            if turns and self.which == 1:
+                turn()
+            carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c, turn=turn), empty)
+            if turns and self.which == 0:
+                turn()
+        masked = functools.partial(self.step, masked=True)
+        return lax.fori_loop(count(plain), count(steps), lambda j, c: masked(at(j), c), carry)
 
-        if self.sizes.pairs:
-            return lax.fori_loop(0, steps, step, empty)
-        return lax.fori_loop(0, (steps + 1 - self.which) // 2, lambda j, c: step(2 * j + self.which, c), empty)
+    def turn(self) -> None:
+        """The products of one warpgroup while the other weighs: both come here twice a step, half a step apart."""
+        self.plgpu.barrier_arrive(self.shared["turn"])
+        self.plgpu.barrier_wait(self.shared["turn"])
 
-    def scores(self, slot: jax.Array) -> jax.Array:
+    def slot(self, i: jax.Array) -> jax.Array:
+        return lax.rem(i, jnp.int32(self.schedule.slots))
+
+    def step(self, i: jax.Array, carry: Any, *, masked: bool = False, turn: Callable[[], None] = lambda: None) -> Any:
+        acc, top, total = carry
+        slot = self.slot(i)
+        scores = self.scores(slot, turn)
+        self.plgpu.barrier_wait(self.shared["full"]["v"].at[slot])
+        if masked:
+            scores = self.masked(scores, i, slot)
+        weights, sums, top, fade = self.weigh(scores, top)
+        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+        turn()
+        return self.add(acc, weights, slot), top, total * fade + sums
+
+    def ahead(self, count: jax.Array, at: Callable[[jax.Array], jax.Array], empty: Any) -> Any:
+        """`count` tiles without a mask. The scores of a tile are asked for before the values of the one before it are
+        added, and weighed while these are."""
+        plgpu, shared = self.plgpu, self.shared
+
+        def some(acc, top, total):
+            weights, sums, top, _ = self.weigh(self.scores(self.slot(at(0))), top)
+
+            def step(j, carry):
+                acc, weights, top, total = carry
+                slot, following = self.slot(at(j)), self.slot(at(j + 1))
+                plgpu.barrier_wait(shared["full"]["k"].at[following])
+
+                def products(ref, scores_ref):
+                    ref[...] = acc
+                    plgpu.wgmma(scores_ref, self.q, shared["k"].at[following].transpose((1, 0)))
+                    plgpu.barrier_wait(shared["full"]["v"].at[slot])
+                    plgpu.wgmma(ref, weights, shared["v"].at[slot])
+                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                    plgpu.barrier_arrive(shared["free"]["k"].at[following])
+                    out = self.weigh(scores, top)
+                    return ref[...], out
+
+                shapes = plgpu.ACC((_ROWS, _WIDTH), jnp.float32), plgpu.ACC((_ROWS, self.schedule.keys), jnp.float32)
+                acc, (weights, sums, top, fade) = pl.run_scoped(products, *shapes)
+                plgpu.barrier_arrive(shared["free"]["v"].at[slot])
+                return acc * lax.broadcast_in_dim(fade, acc.shape, [0]), weights, top, total * fade + sums
+
+            acc, weights, top, total = lax.fori_loop(0, count - 1, step, (acc, weights, top, sums))
+            slot = self.slot(at(count - 1))
+            plgpu.barrier_wait(shared["full"]["v"].at[slot])
+            return self.add(acc, weights, slot), top, total
+
+        return lax.cond(count > 0, some, lambda *carry: carry, *empty)
+
+    def scores(self, slot: jax.Array, turn: Callable[[], None] = lambda: None) -> jax.Array:
         """float32 [64, keys] of a tile."""
         plgpu, k = self.plgpu, self.shared["k"].at[slot]
         plgpu.barrier_wait(self.shared["full"]["k"].at[slot])
 
         def product(acc):
             plgpu.wgmma(acc, self.q, k.transpose((1, 0)))
+            turn()
             return acc[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((_ROWS, self.schedule.keys), jnp.float32))
@@ -391,37 +468,25 @@ class _Compute:
         return scores
 
     def masked(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """Scores times scale * log2(e); the values of the tile are there, and clean where it is masked."""
+        """-inf for what a row does not see, NaN for a value that is not finite; the values are clean then."""
         plgpu, keys = self.plgpu, self.schedule.keys
-        step = self.first + i
-        tiles = self.length // keys  # of the prefix without a mask
-        plgpu.barrier_wait(self.shared["full"]["v"].at[slot])
-        scores = scores * self.factor
-
-        def apply(scores):
-            prefix = cdiv(self.length, keys)
-            inside = step < prefix
-            start = self.start_of(step)
-            # Columns of the tile that are its own and lie before the end.
-            low = jnp.where(inside, step * keys - start, 0)
-            high = jnp.where(inside, self.length - start, keys)
-            if self.which == 0 or not self.sizes.pairs:
-                self.clean(slot, low, high)
-                if self.sizes.pairs:
-                    plgpu.barrier_arrive(self.shared["clean"].at[slot])
-            else:
-                plgpu.barrier_wait(self.shared["clean"].at[slot])
-            broken = plgpu.load(self.shared["broken"].at[slot], layout=self.across)
-            column = jnp.where(inside, 0, (step - prefix + 1) * keys)
-            bias = plgpu.load(
-                self.bias_ref.at[:, pl.ds(column, keys)], layout=plgpu.Layout.WGMMA, optimized=False
-            )
-            at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-            scores = scores + lax.broadcast_in_dim(broken, scores.shape, [1])
-            seen = (at >= low) & (at < high) & (bias == 0.0)
-            return jnp.where(seen, scores, -jnp.inf)
-
-        return lax.cond(step >= tiles, apply, lambda scores: scores, scores)
+        step, prefix = self.first + i, cdiv(self.length, keys)
+        inside, start = step < prefix, self.start_of(step)
+        # Columns of the tile that are its own and lie before the end.
+        low = jnp.where(inside, step * keys - start, 0)
+        high = jnp.where(inside, self.length - start, keys)
+        if self.which == 0 or not self.sizes.pairs:
+            self.clean(slot, low, high)
+            if self.sizes.pairs:
+                plgpu.barrier_arrive(self.shared["clean"].at[slot])
+        else:
+            plgpu.barrier_wait(self.shared["clean"].at[slot])
+        broken = plgpu.load(self.shared["broken"].at[slot], layout=self.across)
+        column = jnp.where(inside, 0, (step - prefix + 1) * keys)
+        bias = plgpu.load(self.bias_ref.at[:, pl.ds(column, keys)], layout=plgpu.Layout.WGMMA, optimized=False)
+        at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        scores = scores + lax.broadcast_in_dim(broken, scores.shape, [1])
+        return jnp.where((at >= low) & (at < high) & (bias == 0.0), scores, -jnp.inf)
 
     def clean(self, slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
         """Zeros in the rows of values outside of [low, high) and for what is not finite; NaN in `broken` for these."""
@@ -439,14 +504,14 @@ class _Compute:
 
     def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(weights bf16 [64, keys], their sums, the new maxima, what older sums fade by)."""
-        new = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
+        # Scaled after the maximum, so that it is one instruction with the difference.
+        new = jnp.maximum(top, jnp.max(scores, axis=1) * self.factor)
+        weights = jnp.exp2(scores * self.factor - lax.broadcast_in_dim(new, scores.shape, [0]))
         return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
 
-    def add(self, acc: jax.Array, fade: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
-        """acc * fade + weights @ values; the slot is free then."""
+    def add(self, acc: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
+        """acc + weights @ values; the slot is free then."""
         plgpu, values = self.plgpu, self.shared["v"].at[slot]
-        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
         if self.interpreted:
             # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
             given = values[...]
