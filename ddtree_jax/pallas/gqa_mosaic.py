@@ -60,7 +60,7 @@ class Schedule:
     cluster: bool = True
     ahead: bool = False
     turns: bool = False
-    registers: tuple[int, int] = (240, 24)
+    registers: tuple[int, int] = (240, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +139,9 @@ def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Pla
         raise NotImplementedError("a block without rows")
     if k_cache.shape[2] < schedule.keys:
         raise NotImplementedError(f"a cache of {k_cache.shape[2]} slots: {schedule.keys} or more only")
+    if schedule.slots % 2:
+        # Every other tile is a warpgroup's own where both have the same rows, and so must be every other slot.
+        raise NotImplementedError(f"{schedule.slots} slots: an even number only")
     try:
         import jax.experimental.pallas.mosaic_gpu  # noqa: F401
     except ImportError as error:
@@ -163,7 +166,6 @@ def gqa_mosaic(
     block_tiles = cdiv(t, schedule.keys)
     key_tiles = cdiv(k_cache.shape[2], schedule.keys) + block_tiles
     splits = schedule.splits or choose_splits(sizes.tiles * kv_heads * b, key_tiles, schedule.most, platform)
-    bias = _bias(mask, sizes, block_tiles, schedule.keys)
     pad = cdiv(t, 8) * 8
     if platform.interpret:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -172,32 +174,20 @@ def gqa_mosaic(
         interpret = plgpu.InterpretGPUParams() if interpret is None else interpret
         # TMA fills what lies beyond an array with zeros; the interpreter does not.
         pad = max(2 * sizes.tiles * sizes.part, block_tiles * schedule.keys)
-    block, firsts = (q.reshape(b, t, -1), new_k, new_v), (0, 0, 0)
+    seen = jnp.pad(mask.astype(q.dtype), ((0, 0), (0, 0), (0, block_tiles * schedule.keys - t)))
+    block, firsts = (q.reshape(b, t, -1), new_k, new_v, seen), (0, 0, 0, 0)
     if pad != t:
         # TMA takes tiles of 8 rows, and there may be 17: one array of whole tiles, as each kernel costs a launch.
         whole = jnp.pad(jnp.concatenate(block, axis=-1), ((0, 0), (0, pad - t), (0, 0)))
-        block, firsts = (whole,) * 3, (0, heads, heads + kv_heads)
+        block, firsts = (whole,) * 4, (0, heads, heads + kv_heads, heads + 2 * kv_heads)
     sizes = dataclasses.replace(sizes, splits=splits)
     run = _kernel(
         sizes=sizes, firsts=firsts, schedule=schedule, scale=scale, interpret=interpret if platform.interpret else None
     )
-    out = run(layer.reshape(1), lengths, *block, k_cache.reshape(-1, width), v_cache.reshape(-1, width), bias)
+    out = run(layer.reshape(1), lengths, *block, k_cache.reshape(-1, width), v_cache.reshape(-1, width))
     if splits > 1 and not schedule.cluster:
         out = _merged(*out, sizes)
     return out[:, :t].reshape(b, t, heads, _WIDTH)
-
-
-def _bias(mask: jax.Array, sizes: _Sizes, block_tiles: int, keys: int) -> jax.Array:
-    """float32 [B, row tiles, 64, (1 + block_tiles) * keys], 0 or -inf: added to the scores of a masked tile.
-
-    The first `keys` columns, all 0, are for the last tile of the prefix.
-    """
-    b, t, _ = mask.shape
-    tiles = 2 * sizes.tiles
-    seen = jnp.pad(mask, ((0, 0), (0, tiles * sizes.part - t), (0, block_tiles * keys - t)))
-    bias = jnp.where(seen, jnp.float32(0), -jnp.inf).reshape(b, tiles, 1, sizes.part, -1)
-    bias = jnp.broadcast_to(bias, (b, tiles, sizes.group, sizes.part, bias.shape[-1])).reshape(b, tiles, _ROWS, -1)
-    return jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (keys, 0)))
 
 
 def _merged(values: jax.Array, weights: jax.Array, sizes: _Sizes) -> jax.Array:
@@ -213,12 +203,12 @@ def _merged(values: jax.Array, weights: jax.Array, sizes: _Sizes) -> jax.Array:
 
 
 def _kernel(
-    *, sizes: _Sizes, firsts: tuple[int, int, int], schedule: Schedule, scale: float, interpret: Any
+    *, sizes: _Sizes, firsts: tuple[int, ...], schedule: Schedule, scale: float, interpret: Any
 ) -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
-    """(layer [1], lengths, queries, keys and values of the block, caches [R * B * S, Hkv * 128], bias) -> out.
+    """(layer [1], lengths, queries, keys, values and mask of the block, caches [R * B * S, Hkv * 128]) -> out.
 
-    bf16 [B, T, Hq * 128], or parts as `_merged` takes them. Arrays of the block are [B, T, ...], with whole tiles of 8
-    rows; `firsts`: where each begins in a row, in heads.
+    bf16 [B, T, Hq * 128], or parts as `_merged` takes them. Arrays of the block are bf16 [B, T, ...] with whole tiles
+    of 8 rows; `firsts`: where each begins in a row, in heads. The mask is 0 or 1.
     """
     # Where kernels are built only: it costs an import of a second that other platforms need not pay.
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -227,8 +217,9 @@ def _kernel(
     inside = s.splits > 1 and schedule.cluster
     apart = s.splits > 1 and not schedule.cluster
     block_tiles = cdiv(s.block, keys)
+    readers = 2 if s.pairs else 1
 
-    def body(layer_ref, lengths_ref, q_ref, new_k_ref, new_v_ref, k_ref, v_ref, bias_ref, *outs, shared):
+    def body(layer_ref, lengths_ref, q_ref, new_k_ref, new_v_ref, mask_ref, k_ref, v_ref, *outs, shared):
         if "either" in shared:
             for some in shared["either"]:
                 shared = shared | some
@@ -249,14 +240,19 @@ def _kernel(
         @pl.when(group == 2)
         def _copy():
             plgpu.set_max_registers(schedule.registers[1], action="decrease")
-            for which in range(2 if s.pairs else 1):
-                at = pl.ds((tile * 2 + which) * s.part, s.part)
-                for g in range(s.group):
-                    plgpu.copy_gmem_to_smem(
-                        q_ref.at[b, at, pl.ds((firsts[0] + head * s.group + g) * _WIDTH, _WIDTH)],
-                        shared["q"].at[which, pl.ds(g * s.part, s.part)],
-                        shared["asked"],
-                    )
+
+            def gather(ref, columns, into, barrier):
+                """The rows of each row tile, those of the first head of the group first."""
+                for which in range(readers):
+                    at = pl.ds((tile * 2 + which) * s.part, s.part)
+                    for g in range(s.group):
+                        rows = into.at[which, pl.ds(g * s.part, s.part)]
+                        plgpu.copy_gmem_to_smem(ref.at[b, at, columns(g)], rows, barrier)
+
+            def queries(g):
+                return pl.ds((firsts[0] + head * s.group + g) * _WIDTH, _WIDTH)
+
+            gather(q_ref, queries, shared["q"], shared["asked"])
             cached = (layer_ref[0] * s.batch + b) * s.slots
 
             def copy(i, carry):
@@ -282,6 +278,15 @@ def _kernel(
                         own = pl.ds((before + head) * _WIDTH, _WIDTH)
                         plgpu.copy_gmem_to_smem(new_ref.at[b, at, own], into, full)
 
+                @pl.when(step >= prefix_tiles)
+                def _mask():
+                    @pl.when(step > jnp.maximum(first, prefix_tiles))
+                    def _wait():
+                        plgpu.barrier_wait(shared["used"])
+
+                    column = firsts[3] * _WIDTH + (step - prefix_tiles) * keys
+                    gather(mask_ref, lambda g: pl.ds(column, keys), shared["mask"], shared["seen"])
+
                 return carry
 
             lax.fori_loop(0, steps, copy, None)
@@ -293,9 +298,8 @@ def _kernel(
                 plgpu.set_max_registers(schedule.registers[0], action="increase")
                 plgpu.barrier_wait(shared["asked"])
                 own = which if s.pairs else 0
-                bias_at = bias_ref.at[b, tile * 2 + own]
                 compute = _Compute(
-                    plgpu, which, shared, bias_at, s, schedule, scale, interpret is not None,
+                    plgpu, which, shared, s, schedule, scale, interpret is not None,
                     first=first, length=length, start_of=start_of,
                 )  # fmt: skip
                 acc, weight = compute.normalised(*compute.run(steps))
@@ -308,19 +312,21 @@ def _kernel(
                 merge.give(acc, weight)
                 merge.take(outs[0], b=b, tile=tile * 2 + own, head=head)
 
-    def tiled(*leading: int) -> Any:
+    def tiled(*shape: int) -> Any:
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        return plgpu.SMEM((*leading, _WIDTH), jnp.bfloat16, transforms=transforms)
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
-    readers = 2 if s.pairs else 1
-    tiles = {"k": tiled(slots, keys), "v": tiled(slots, keys)}
+    tiles = {"k": tiled(slots, keys, _WIDTH), "v": tiled(slots, keys, _WIDTH)}
     shared = {
-        "q": tiled(readers, _ROWS),
+        "q": tiled(readers, _ROWS, _WIDTH),
+        "mask": tiled(readers, _ROWS, keys),
         "broken": plgpu.SMEM((slots, keys), jnp.float32),
         "asked": plgpu.Barrier(num_arrivals=readers * s.group),
         "full": {name: plgpu.Barrier(num_barriers=slots) for name in "kv"},
         "free": {name: plgpu.Barrier(num_arrivals=readers, num_barriers=slots) for name in "kv"},
         "clean": plgpu.Barrier(num_barriers=slots),
+        "seen": plgpu.Barrier(num_arrivals=readers * s.group),
+        "used": plgpu.Barrier(num_arrivals=readers),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
     if apart:
@@ -363,14 +369,15 @@ class _Compute:
     """A computing warpgroup, `which` of two."""
 
     def __init__(
-        self, plgpu, which: int, shared, bias_ref, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool,
+        self, plgpu, which: int, shared, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool,
         *, first, length, start_of,
     ):  # fmt: skip
-        self.plgpu, self.which, self.shared, self.bias_ref = plgpu, which, shared, bias_ref
+        self.plgpu, self.which, self.shared = plgpu, which, shared
         self.sizes, self.schedule, self.interpreted = sizes, schedule, interpreted
         self.factor = scale * LOG2_E
         self.first, self.length, self.start_of = first, length, start_of
-        self.q = shared["q"].at[which if sizes.pairs else 0]
+        self.own = which if sizes.pairs else 0
+        self.q = shared["q"].at[self.own]
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
     def run(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -395,8 +402,13 @@ class _Compute:
             carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c, turn=turn), empty)
             if turns and self.which == 0:
                 turn()
-        masked = functools.partial(self.step, masked=True)
-        return lax.fori_loop(count(plain), count(steps), lambda j, c: masked(at(j), c), carry)
+        # The last tile of the prefix, if it is not full, and those of the block.
+        prefix = jnp.clip(cdiv(self.length, self.schedule.keys) - self.first, 0, steps)
+        for start, stop, mask in ((plain, prefix, self.end), (prefix, steps, self.block)):
+            carry = lax.fori_loop(
+                count(start), count(stop), lambda j, c, mask=mask: self.step(at(j), c, mask=mask), carry
+            )
+        return carry
 
     def turn(self) -> None:
         """The products of one warpgroup while the other weighs: both come here twice a step, half a step apart."""
@@ -406,13 +418,20 @@ class _Compute:
     def slot(self, i: jax.Array) -> jax.Array:
         return lax.rem(i, jnp.int32(self.schedule.slots))
 
-    def step(self, i: jax.Array, carry: Any, *, masked: bool = False, turn: Callable[[], None] = lambda: None) -> Any:
+    def step(
+        self,
+        i: jax.Array,
+        carry: Any,
+        *,
+        mask: Callable[..., jax.Array] | None = None,
+        turn: Callable[[], None] = lambda: None,
+    ) -> Any:
         acc, top, total = carry
         slot = self.slot(i)
         scores = self.scores(slot, turn)
         self.plgpu.barrier_wait(self.shared["full"]["v"].at[slot])
-        if masked:
-            scores = self.masked(scores, i, slot)
+        if mask is not None:
+            scores = mask(scores, i, slot)
         weights, sums, top, fade = self.weigh(scores, top)
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
         turn()
@@ -467,26 +486,37 @@ class _Compute:
         plgpu.barrier_arrive(self.shared["free"]["k"].at[slot])
         return scores
 
-    def masked(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """-inf for what a row does not see, NaN for a value that is not finite; the values are clean then."""
-        plgpu, keys = self.plgpu, self.schedule.keys
-        step, prefix = self.first + i, cdiv(self.length, keys)
-        inside, start = step < prefix, self.start_of(step)
-        # Columns of the tile that are its own and lie before the end.
-        low = jnp.where(inside, step * keys - start, 0)
-        high = jnp.where(inside, self.length - start, keys)
+    def end(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
+        """-inf for what lies behind the prefix, NaN for a value that is not finite; the values are clean then."""
+        keys = self.schedule.keys
+        step = self.first + i
+        start = self.start_of(step)
+        low, high = step * keys - start, self.length - start
+        scores = self.cleaned(scores, slot, low, high)
+        at = self.plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=self.plgpu.Layout.WGMMA)
+        return jnp.where((at >= low) & (at < high), scores, -jnp.inf)
+
+    def block(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
+        """As `end` for a tile of the block and its mask."""
+        plgpu, shared = self.plgpu, self.shared
+        scores = self.cleaned(scores, slot, 0, self.schedule.keys)
+        plgpu.barrier_wait(shared["seen"])
+        mask = plgpu.load(shared["mask"].at[self.own], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
+        plgpu.barrier_arrive(shared["used"])
+        return jnp.where(mask > 0.5, scores, -jnp.inf)
+
+    def cleaned(self, scores: jax.Array, slot: jax.Array, low: Any, high: Any) -> jax.Array:
+        """The scores, NaN for a value that is not finite; the values are clean then."""
+        plgpu, shared = self.plgpu, self.shared
         if self.which == 0 or not self.sizes.pairs:
             self.clean(slot, low, high)
             if self.sizes.pairs:
-                plgpu.barrier_arrive(self.shared["clean"].at[slot])
+                plgpu.barrier_arrive(shared["clean"].at[slot])
         else:
-            plgpu.barrier_wait(self.shared["clean"].at[slot])
-        broken = plgpu.load(self.shared["broken"].at[slot], layout=self.across)
-        column = jnp.where(inside, 0, (step - prefix + 1) * keys)
-        bias = plgpu.load(self.bias_ref.at[:, pl.ds(column, keys)], layout=plgpu.Layout.WGMMA, optimized=False)
-        at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        scores = scores + lax.broadcast_in_dim(broken, scores.shape, [1])
-        return jnp.where((at >= low) & (at < high) & (bias == 0.0), scores, -jnp.inf)
+            plgpu.barrier_wait(shared["clean"].at[slot])
+        broken = plgpu.load(shared["broken"].at[slot], layout=self.across)
+        return scores + lax.broadcast_in_dim(broken, scores.shape, [1])
 
     def clean(self, slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
         """Zeros in the rows of values outside of [low, high) and for what is not finite; NaN in `broken` for these."""

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
 from ddtree_jax.pallas.cases import tree_attention as cases
-from ddtree_jax.pallas.gqa_mosaic import Schedule, _bias, _Sizes, choose_splits, gqa_mosaic
+from ddtree_jax.pallas.gqa_mosaic import Schedule, choose_splits, gqa_mosaic
 
 WIDTH, LAYERS, LAYER, SCALE = 128, 2, 1, 0.07
 SCHEDULES = {
@@ -148,24 +148,6 @@ def test_a_value_of_the_last_tile_that_is_not_finite():
     arrays = make((70,), 2, 128)
     arrays[2][LAYER, 0, 66, 9] = np.inf
     assert np.isnan(run(arrays, Schedule(splits=1), races=False)).all()
-
-
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_bias(group):
-    """Rows of a tile: block rows of the first head of the group, then of the second."""
-    t, keys = 19, 64
-    mask = np.random.default_rng().random((2, t, t)) < 0.5
-    sizes = _Sizes(2, t, 2 * group, 2, 128, 1)
-    bias = np.asarray(_bias(jnp.asarray(mask), sizes, 1, keys))
-    part = 64 // group
-    assert bias.shape == (2, 2 * sizes.tiles, 64, 2 * keys)
-    assert (bias[..., :keys] == 0).all()
-    for tile, row in np.ndindex(bias.shape[1], 64):
-        own = tile * part + row % part
-        want = np.full((2, keys), -np.inf)
-        if own < t:
-            want[:, :t][mask[:, own]] = 0
-        np.testing.assert_array_equal(bias[:, tile, row, keys:], want)
 
 
 def test_splits_fill_the_gpu():
