@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -291,26 +292,24 @@ def _kernel(
 
             lax.fori_loop(0, steps, copy, None)
 
-        for which in (0, 1):
-
-            @pl.when(group == which)
-            def _compute(which=which):
-                plgpu.set_max_registers(schedule.registers[0], action="increase")
-                plgpu.barrier_wait(shared["asked"])
-                own = which if s.pairs else 0
-                compute = _Compute(
-                    plgpu, which, shared, s, schedule, scale, interpret is not None,
-                    first=first, length=length, start_of=start_of,
-                )  # fmt: skip
-                acc, weight = compute.normalised(*compute.run(steps))
-                if apart:
-                    at = split, b, head, tile, which
-                    outs[0].at[at][...] = acc
-                    outs[1].at[at][...] = weight
-                    return
-                merge = _Merge(plgpu, which, shared, s, split)
-                merge.give(acc, weight)
-                merge.take(outs[0], b=b, tile=tile * 2 + own, head=head)
+        # One body for both: what is lowered twice takes more than twice as long.
+        @pl.when(group != 2)
+        def _compute():
+            plgpu.set_max_registers(schedule.registers[0], action="increase")
+            plgpu.barrier_wait(shared["asked"])
+            compute = _Compute(
+                plgpu, group, shared, s, schedule, scale, interpret is not None,
+                first=first, length=length, start_of=start_of,
+            )  # fmt: skip
+            acc, weight = compute.normalised(*compute.run(steps))
+            if apart:
+                at = split, b, head, tile, group
+                outs[0].at[at][...] = acc
+                outs[1].at[at][...] = weight
+                return
+            merge = _Merge(plgpu, group, shared, s, split)
+            merge.give(acc, weight)
+            merge.take(outs[0], b=b, tile=tile * 2 + compute.own, head=head)
 
     def tiled(*shape: int) -> Any:
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
@@ -369,7 +368,7 @@ class _Compute:
     """A computing warpgroup, `which` of two."""
 
     def __init__(
-        self, plgpu, which: int, shared, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool,
+        self, plgpu, which: jax.Array, shared, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool,
         *, first, length, start_of,
     ):  # fmt: skip
         self.plgpu, self.which, self.shared = plgpu, which, shared
@@ -397,11 +396,11 @@ class _Compute:
         else:
             turns = self.schedule.turns and self.sizes.pairs
             turn = self.turn if turns else lambda: None
-            if turns and self.which == 1:
-                turn()
+            if turns:
+                pl.when(self.which == 1)(turn)
             carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c, turn=turn), empty)
-            if turns and self.which == 0:
-                turn()
+            if turns:
+                pl.when(self.which == 0)(turn)
         # The last tile of the prefix, if it is not full, and those of the block.
         prefix = jnp.clip(cdiv(self.length, self.schedule.keys) - self.first, 0, steps)
         for start, stop, mask in ((plain, prefix, self.end), (prefix, steps, self.block)):
@@ -509,12 +508,18 @@ class _Compute:
     def cleaned(self, scores: jax.Array, slot: jax.Array, low: Any, high: Any) -> jax.Array:
         """The scores, NaN for a value that is not finite; the values are clean then."""
         plgpu, shared = self.plgpu, self.shared
-        if self.which == 0 or not self.sizes.pairs:
-            self.clean(slot, low, high)
-            if self.sizes.pairs:
+        if self.sizes.pairs:
+
+            @pl.when(self.which == 0)
+            def _clean():
+                self.clean(slot, low, high)
                 plgpu.barrier_arrive(shared["clean"].at[slot])
+
+            @pl.when(self.which == 1)
+            def _wait():
+                plgpu.barrier_wait(shared["clean"].at[slot])
         else:
-            plgpu.barrier_wait(shared["clean"].at[slot])
+            self.clean(slot, low, high)
         broken = plgpu.load(shared["broken"].at[slot], layout=self.across)
         return scores + lax.broadcast_in_dim(broken, scores.shape, [1])
 
@@ -567,35 +572,42 @@ class _Compute:
 class _Merge:
     """Adds up the parts of a row tile: those of the blocks of a cluster, and of both warpgroups where they share it."""
 
-    def __init__(self, plgpu, which: int, shared, sizes: _Sizes, split: jax.Array):
+    def __init__(self, plgpu, which: jax.Array, shared, sizes: _Sizes, split: jax.Array):
         self.plgpu, self.which, self.shared, self.sizes, self.split = plgpu, which, shared, sizes, split
         self.cluster = sizes.splits > 1
         self.owners = range(sizes.owners)
-        self.warpgroups = (which,) if sizes.pairs else (0, 1)
 
     def _weights(self, split: int, which: int) -> Any:
         ref = self.shared["weights"][which]
         ref = self.plgpu.cluster_ref(ref, {"split": jnp.int32(split)}) if self.cluster else ref
         return self.plgpu.load(ref, layout=self.plgpu.Layout.WGMMA.reduce(1))
 
-    def _place(self, owner: int) -> tuple[int, int]:
+    def _total(self, *warpgroups: int) -> tuple[jax.Array, jax.Array]:
+        """(largest weight, sum of all in units of it) of the parts of these warpgroups."""
+        logs = [self._weights(i, w) for i in range(self.sizes.splits) for w in warpgroups]
+        top = functools.reduce(jnp.maximum, logs)
+        return top, functools.reduce(operator.add, [jnp.exp2(log - top) for log in logs])
+
+    def _place(self, owner: int) -> tuple[int, Any]:
         """(block of the cluster, warpgroup) of an owner of columns."""
         return (owner, self.which) if self.sizes.pairs else divmod(owner, 2)
 
     def give(self, acc: jax.Array, weight: jax.Array) -> None:
         """Sends each owner its columns of the sums, times their share of the whole."""
         plgpu, shared, s = self.plgpu, self.shared, self.sizes
-        shared["weights"][self.which][...] = weight
+        for which in (0, 1):
+
+            @pl.when(self.which == which)
+            def _store(which=which):
+                shared["weights"][which][...] = weight
+
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared["weighed"])
         plgpu.barrier_wait(shared["weighed"])
-        logs = [self._weights(i, w) for i in range(s.splits) for w in self.warpgroups]
-        top = logs[0]
-        for log in logs[1:]:
-            top = jnp.maximum(top, log)
-        total = jnp.exp2(logs[0] - top)
-        for log in logs[1:]:
-            total = total + jnp.exp2(log - top)
+        if s.pairs:
+            top, total = lax.cond(self.which == 0, lambda: self._total(0), lambda: self._total(1))
+        else:
+            top, total = self._total(0, 1)
         acc = acc * lax.broadcast_in_dim(jnp.exp2(weight - top) / total, acc.shape, [0])
         source = self.split if s.pairs else 2 * self.split + self.which
         for owner in self.owners:
@@ -636,12 +648,12 @@ class _Merge:
 
             @pl.when(first + s.part > s.block)
             def _rows():
-                for row in range(min(s.part, s.block)):
+                def row(i, carry):
+                    for g in range(s.group):
+                        copy(g, i, 1)
+                    return carry
 
-                    @pl.when(first + row < s.block)
-                    def _row(row=row):
-                        for g in range(s.group):
-                            copy(g, row, 1)
+                lax.fori_loop(0, jnp.maximum(s.block - first, 0), row, None)
 
             plgpu.wait_smem_to_gmem(0)
 
