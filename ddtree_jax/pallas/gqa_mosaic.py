@@ -115,11 +115,13 @@ class _Sizes:
 
 def choose_splits(blocks: int, key_tiles: int, most: int, platform: Platform) -> int:
     """Splits for a grid that fills the cores in few, full waves; `blocks` without splits, `key_tiles` at capacity."""
-    cores = max(platform.cores, 1)
 
     def time(splits: int) -> float:
-        # A block costs its tiles and about three more for the queries, the masks and the merge.
-        return math.ceil(blocks * splits / cores) * (math.ceil(key_tiles / splits) + 3)
+        # A cluster lies within a GPC, which has 16 cores or a few more.
+        at_once = platform.cores // 16 * (16 // splits) if splits > 1 else platform.cores
+        # A block costs its tiles, about three more for the queries and the masks, and something for each part.
+        tiles = (math.ceil(key_tiles / splits) + key_tiles / splits) / 2
+        return math.ceil(blocks / max(at_once, 1)) * (tiles + 3 + 0.1 * splits)
 
     return min(range(1, max(1, min(most, key_tiles)) + 1), key=lambda n: (time(n), n))
 

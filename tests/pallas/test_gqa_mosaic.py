@@ -91,8 +91,7 @@ def assert_close(out, want):
         assert np.linalg.norm(a - e) <= 6e-3 * np.linalg.norm(e)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("t", [9, 17])
+@pytest.mark.parametrize(("t", "splits"), [(9, 2), (17, 1)])
 def test_against_float64(t, splits):
     """Both warpgroups with the same rows, and with two row tiles of which the second has a single row; a last tile of
     the cache that overlaps the one before it."""
@@ -100,6 +99,7 @@ def test_against_float64(t, splits):
     assert_close(run(arrays, Schedule(splits=splits, slots=2)), exact(*arrays))
 
 
+@pytest.mark.slow
 def test_turns():
     arrays = make((270,), 17, 340)
     assert_close(run(arrays, Schedule(splits=1, turns=True)), exact(*arrays))
@@ -197,17 +197,17 @@ def test_other_gpus_do_not_try_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=["chosen", *SCHEDULES])
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.op == "gqa_attention" and "64k" not in c.name])
-def test_cases_on_the_gpu(case, schedule):
+def test_cases_on_the_gpu(case):
     arrays = jax.jit(case.make)(jax.random.key(1))
-    run = functools.partial(gqa_mosaic, schedule=schedule, platform=current_platform(), **case.static)
+    run = functools.partial(gqa_mosaic, platform=current_platform(), **case.static)
     assert case.check(arrays, jax.jit(run)(*arrays)) <= case.tolerance
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("t", [1, 9, 16, 17, 67])
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=["chosen", *SCHEDULES])
+@pytest.mark.parametrize(
+    ("schedule", "t"), [*((one, 17) for one in SCHEDULES.values()), *((None, t) for t in (1, 9, 16, 17, 67))]
+)
 def test_lengths_on_the_gpu(schedule, t):
     """Poisoned caches, every kind of tail, more splits than tiles, batches, and a block of two tiles."""
     arrays = make((0, 1, 63, 64, 65, 128, 449, 1000), t, 1000, heads=16, kv_heads=4)
@@ -215,7 +215,7 @@ def test_lengths_on_the_gpu(schedule, t):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=["chosen", *SCHEDULES])
+@pytest.mark.parametrize("schedule", [None, Schedule(splits=8, ahead=True)], ids=["chosen", "ahead"])
 def test_rows_that_are_not_finite_on_the_gpu(schedule):
     q, k_cache, v_cache, lengths, new_k, new_v, mask = make((100,), 17, 128)
     new_k[0, 1, 5], new_v[0, 2, 3] = np.nan, np.inf
@@ -223,5 +223,6 @@ def test_rows_that_are_not_finite_on_the_gpu(schedule):
     out = call((q, k_cache, v_cache, lengths, new_k, new_v, mask), schedule, current_platform())
     assert np.isnan(out[0, 1:3]).all()
     rows = [0, *range(3, 17)]
+    new_k[0, 1, 5], new_v[0, 2, 3] = 0, 0  # weight 0 times these would be NaN in numpy, too
     want = exact(q, k_cache, v_cache, lengths, new_k, new_v, mask)
     assert_close(out[0, rows], want[0, rows])
