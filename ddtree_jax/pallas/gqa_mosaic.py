@@ -29,88 +29,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform
-from ddtree_jax.pallas.split_attention import LOG2_E, cdiv
+from ddtree_jax.pallas.gqa_mosaic_compute import ROWS, WIDTH, Compute, Schedule, Sizes
+from ddtree_jax.pallas.split_attention import cdiv
 
-_WIDTH = 128  # of a head
-_ROWS = 64  # of a row tile: the M side of wgmma
-_LOWEST = -1e30  # as in split_attention: finite, so that -inf - _LOWEST is no NaN
 _GROUPS = (1, 2, 4, 8)  # heads of a group: a row tile holds multiples of 8 rows of each
-# A cluster of more than 8 blocks is not portable, but fits into each GPC of an H200.
-_MOST_SPLITS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How the work is cut and overlapped.
-
-    Attributes:
-      keys: of a tile, 64 or 128.
-      slots: tiles of keys, and of values, in shared memory.
-      splits: of the keys, or None: chosen by `choose_splits`; blocks of a cluster.
-      most: the largest cluster that is chosen.
-      cluster: the splits form a cluster, else XLA merges their parts.
-      ahead: the scores of the next tile are under way while a tile is weighed and its values are added.
-      turns: the two warpgroups take turns at the products.
-      registers: of a thread that computes, and of one that copies.
-    """
-
-    keys: int = 64
-    slots: int = 4
-    splits: int | None = None
-    most: int = _MOST_SPLITS
-    cluster: bool = True
-    ahead: bool = False
-    turns: bool = False
-    registers: tuple[int, int] = (240, 32)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Static sizes of a call; `block` counts the rows of q and of the block, padded where the interpreter runs."""
-
-    batch: int
-    block: int
-    heads: int
-    kv_heads: int
-    slots: int
-    splits: int
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def part(self) -> int:
-        """Block rows of a row tile."""
-        return _ROWS // self.group
-
-    @property
-    def row_tiles(self) -> int:
-        return cdiv(self.block, self.part)
-
-    @property
-    def pairs(self) -> bool:
-        """Two row tiles a block of threads; else both warpgroups have the same."""
-        return self.row_tiles > 1
-
-    @property
-    def sources(self) -> int:
-        """Parts of a row tile."""
-        return self.splits * (1 if self.pairs else 2)
-
-    @property
-    def owners(self) -> int:
-        """Warpgroups that add up the parts of a row tile, some columns each: a power of two."""
-        return min(1 << self.sources.bit_length() - 1, _WIDTH // 8)
-
-    @property
-    def columns(self) -> int:
-        return _WIDTH // self.owners
-
-    @property
-    def tiles(self) -> int:
-        """Blocks of threads of a KV head and a split."""
-        return cdiv(self.row_tiles, 2)
 
 
 def choose_splits(blocks: int, key_tiles: int, most: int, platform: Platform) -> int:
@@ -131,9 +53,9 @@ def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Pla
         raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
     if q.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dtype {q.dtype}: bfloat16 only")
-    if q.shape[3] != _WIDTH:
-        raise NotImplementedError(f"head dim {q.shape[3]}: {_WIDTH} only")
-    group = q.shape[2] // (k_cache.shape[3] // _WIDTH)
+    if q.shape[3] != WIDTH:
+        raise NotImplementedError(f"head dim {q.shape[3]}: {WIDTH} only")
+    group = q.shape[2] // (k_cache.shape[3] // WIDTH)
     if group not in _GROUPS:
         raise NotImplementedError(f"{group} query heads a KV head: {_GROUPS} only")
     if scale <= 0:
@@ -164,8 +86,8 @@ def gqa_mosaic(
     _check(q, k_cache, scale, schedule, platform)
     b, t, heads, _ = q.shape
     width = k_cache.shape[3]
-    kv_heads = width // _WIDTH
-    sizes = _Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1)
+    kv_heads = width // WIDTH
+    sizes = Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1)
     block_tiles = cdiv(t, schedule.keys)
     key_tiles = cdiv(k_cache.shape[2], schedule.keys) + block_tiles
     splits = schedule.splits or choose_splits(sizes.tiles * kv_heads * b, key_tiles, schedule.most, platform)
@@ -190,10 +112,10 @@ def gqa_mosaic(
     out = run(layer.reshape(1), lengths, *block, k_cache.reshape(-1, width), v_cache.reshape(-1, width))
     if splits > 1 and not schedule.cluster:
         out = _merged(*out, sizes)
-    return out[:, :t].reshape(b, t, heads, _WIDTH)
+    return out[:, :t].reshape(b, t, heads, WIDTH)
 
 
-def _merged(values: jax.Array, weights: jax.Array, sizes: _Sizes) -> jax.Array:
+def _merged(values: jax.Array, weights: jax.Array, sizes: Sizes) -> jax.Array:
     """bf16 [B, rows, Hq * 128] from parts [splits, B, Hkv, tiles, 2, 64, 128] and their weights."""
     s, axes = sizes, (0,)
     if not s.pairs:
@@ -201,12 +123,12 @@ def _merged(values: jax.Array, weights: jax.Array, sizes: _Sizes) -> jax.Array:
     weights = jnp.exp2(weights - jnp.max(weights, axis=axes, keepdims=True))
     total = jnp.sum(weights, axis=axes, keepdims=True)
     merged = jnp.sum(values * (weights / total)[..., None], axis=axes)
-    merged = merged.reshape(s.batch, s.kv_heads, -1, s.group, s.part, _WIDTH).transpose(0, 2, 4, 1, 3, 5)
-    return merged.astype(jnp.bfloat16).reshape(s.batch, -1, s.heads * _WIDTH)
+    merged = merged.reshape(s.batch, s.kv_heads, -1, s.group, s.part, WIDTH).transpose(0, 2, 4, 1, 3, 5)
+    return merged.astype(jnp.bfloat16).reshape(s.batch, -1, s.heads * WIDTH)
 
 
 def _kernel(
-    *, sizes: _Sizes, firsts: tuple[int, ...], schedule: Schedule, scale: float, interpret: Any
+    *, sizes: Sizes, firsts: tuple[int, ...], schedule: Schedule, scale: float, interpret: Any
 ) -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
     """(layer [1], lengths, queries, keys, values and mask of the block, caches [R * B * S, Hkv * 128]) -> out.
 
@@ -234,7 +156,7 @@ def _kernel(
         first = split * total // s.splits
         steps = (split + 1) * total // s.splits - first
         group = lax.axis_index("group")
-        columns = pl.ds(head * _WIDTH, _WIDTH)
+        columns = pl.ds(head * WIDTH, WIDTH)
 
         def start_of(step):
             """Row of the prefix where a tile is read: the last one of the cache may overlap the one before."""
@@ -253,7 +175,7 @@ def _kernel(
                         plgpu.copy_gmem_to_smem(ref.at[b, at, columns(g)], rows, barrier)
 
             def queries(g):
-                return pl.ds((firsts[0] + head * s.group + g) * _WIDTH, _WIDTH)
+                return pl.ds((firsts[0] + head * s.group + g) * WIDTH, WIDTH)
 
             gather(q_ref, queries, shared["q"], shared["asked"])
             cached = (layer_ref[0] * s.batch + b) * s.slots
@@ -278,7 +200,7 @@ def _kernel(
                     @pl.when(step >= prefix_tiles)
                     def _block(new_ref=new_ref, before=before, into=into, full=full):
                         at = pl.ds((step - prefix_tiles) * keys, keys)
-                        own = pl.ds((before + head) * _WIDTH, _WIDTH)
+                        own = pl.ds((before + head) * WIDTH, WIDTH)
                         plgpu.copy_gmem_to_smem(new_ref.at[b, at, own], into, full)
 
                 @pl.when(step >= prefix_tiles)
@@ -287,7 +209,7 @@ def _kernel(
                     def _wait():
                         plgpu.barrier_wait(shared["used"])
 
-                    column = firsts[3] * _WIDTH + (step - prefix_tiles) * keys
+                    column = firsts[3] * WIDTH + (step - prefix_tiles) * keys
                     gather(mask_ref, lambda g: pl.ds(column, keys), shared["mask"], shared["seen"])
 
                 return carry
@@ -299,7 +221,7 @@ def _kernel(
         def _compute():
             plgpu.set_max_registers(schedule.registers[0], action="increase")
             plgpu.barrier_wait(shared["asked"])
-            compute = _Compute(
+            compute = Compute(
                 plgpu, group, shared, s, schedule, scale, interpret is not None,
                 first=first, length=length, start_of=start_of,
             )  # fmt: skip
@@ -317,10 +239,10 @@ def _kernel(
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
-    tiles = {"k": tiled(slots, keys, _WIDTH), "v": tiled(slots, keys, _WIDTH)}
+    tiles = {"k": tiled(slots, keys, WIDTH), "v": tiled(slots, keys, WIDTH)}
     shared = {
-        "q": tiled(readers, _ROWS, _WIDTH),
-        "mask": tiled(readers, _ROWS, keys),
+        "q": tiled(readers, ROWS, WIDTH),
+        "mask": tiled(readers, ROWS, keys),
         "broken": plgpu.SMEM((slots, keys), jnp.float32),
         "asked": plgpu.Barrier(num_arrivals=readers * s.group),
         "full": {name: plgpu.Barrier(num_barriers=slots) for name in "kv"},
@@ -335,22 +257,22 @@ def _kernel(
     else:
         minor = min(s.columns, 32)
         transforms = plgpu.TilingTransform((8, minor)), plgpu.SwizzleTransform(4 * minor)
-        parts = {"parts": plgpu.SMEM((2, s.sources, _ROWS, s.columns), jnp.float32, transforms=transforms)}
+        parts = {"parts": plgpu.SMEM((2, s.sources, ROWS, s.columns), jnp.float32, transforms=transforms)}
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("split",)) if inside else plgpu.Barrier
         shared |= {
             # Apart: jax 0.11.2 cannot read a slice of the shared memory of another block.
-            "weights": [plgpu.SMEM((_ROWS,), jnp.float32) for _ in range(2)],
-            "out": plgpu.SMEM((2, _ROWS, s.columns), jnp.bfloat16),
+            "weights": [plgpu.SMEM((ROWS,), jnp.float32) for _ in range(2)],
+            "out": plgpu.SMEM((2, ROWS, s.columns), jnp.bfloat16),
             "weighed": barrier(num_arrivals=2),
             "arrived": plgpu.Barrier(num_arrivals=s.sources, num_barriers=2),
             "left": barrier(num_arrivals=2),
         }
         # Parts arrive when all of the cluster are through with their tiles, and take the place of these.
         shared |= tiles | parts if interpret is not None else {"either": plgpu.RefUnion(tiles, parts)}
-    out_type: Any = jax.ShapeDtypeStruct((s.batch, s.block, s.heads * _WIDTH), jnp.bfloat16)
+    out_type: Any = jax.ShapeDtypeStruct((s.batch, s.block, s.heads * WIDTH), jnp.bfloat16)
     if apart:
-        shape = s.splits, s.batch, s.kv_heads, s.tiles, 2, _ROWS
-        out_type = jax.ShapeDtypeStruct((*shape, _WIDTH), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
+        shape = s.splits, s.batch, s.kv_heads, s.tiles, 2, ROWS
+        out_type = jax.ShapeDtypeStruct((*shape, WIDTH), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -366,215 +288,10 @@ def _kernel(
     )
 
 
-class _Compute:
-    """A computing warpgroup, `which` of two."""
-
-    def __init__(
-        self, plgpu, which: jax.Array, shared, sizes: _Sizes, schedule: Schedule, scale: float, interpreted: bool,
-        *, first, length, start_of,
-    ):  # fmt: skip
-        self.plgpu, self.which, self.shared = plgpu, which, shared
-        self.sizes, self.schedule, self.interpreted = sizes, schedule, interpreted
-        self.factor = scale * LOG2_E
-        self.first, self.length, self.start_of = first, length, start_of
-        self.own = which if sizes.pairs else 0
-        self.q = shared["q"].at[self.own]
-        self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
-
-    def run(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(sums of weighted values [64, 128], maxima [64], sums of weights [64]) of the tiles of this warpgroup."""
-        cast, wgmma = self.plgpu.layout_cast, self.plgpu.Layout.WGMMA
-        empty = (
-            cast(jnp.zeros((_ROWS, _WIDTH), jnp.float32), wgmma),
-            cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), self.down),
-            cast(jnp.zeros((_ROWS,), jnp.float32), self.down),
-        )
-
-        count = (lambda n: n) if self.sizes.pairs else (lambda n: (n + 1 - self.which) // 2)
-        at = (lambda j: j) if self.sizes.pairs else (lambda j: 2 * j + self.which)
-        plain = jnp.clip(self.length // self.schedule.keys - self.first, 0, steps)
-        if self.schedule.ahead and not self.interpreted:
-            carry = self.ahead(count(plain), at, empty)
-        else:
-            turns = self.schedule.turns and self.sizes.pairs
-            turn = self.turn if turns else lambda: None
-            if turns:
-                pl.when(self.which == 1)(turn)
-            carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c, turn=turn), empty)
-            if turns:
-                pl.when(self.which == 0)(turn)
-        # The last tile of the prefix, if it is not full, and those of the block.
-        prefix = jnp.clip(cdiv(self.length, self.schedule.keys) - self.first, 0, steps)
-        for start, stop, mask in ((plain, prefix, self.end), (prefix, steps, self.block)):
-            carry = lax.fori_loop(
-                count(start), count(stop), lambda j, c, mask=mask: self.step(at(j), c, mask=mask), carry
-            )
-        return carry
-
-    def turn(self) -> None:
-        """The products of one warpgroup while the other weighs: both come here twice a step, half a step apart."""
-        self.plgpu.barrier_arrive(self.shared["turn"])
-        self.plgpu.barrier_wait(self.shared["turn"])
-
-    def slot(self, i: jax.Array) -> jax.Array:
-        return lax.rem(i, jnp.int32(self.schedule.slots))
-
-    def step(
-        self,
-        i: jax.Array,
-        carry: Any,
-        *,
-        mask: Callable[..., jax.Array] | None = None,
-        turn: Callable[[], None] = lambda: None,
-    ) -> Any:
-        acc, top, total = carry
-        slot = self.slot(i)
-        scores = self.scores(slot, turn)
-        self.plgpu.barrier_wait(self.shared["full"]["v"].at[slot])
-        if mask is not None:
-            scores = mask(scores, i, slot)
-        weights, sums, top, fade = self.weigh(scores, top)
-        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
-        turn()
-        return self.add(acc, weights, slot), top, total * fade + sums
-
-    def ahead(self, count: jax.Array, at: Callable[[jax.Array], jax.Array], empty: Any) -> Any:
-        """`count` tiles without a mask. The scores of a tile are asked for before the values of the one before it are
-        added, and weighed while these are."""
-        plgpu, shared = self.plgpu, self.shared
-
-        def some(acc, top, total):
-            weights, sums, top, _ = self.weigh(self.scores(self.slot(at(0))), top)
-
-            def step(j, carry):
-                acc, weights, top, total = carry
-                slot, following = self.slot(at(j)), self.slot(at(j + 1))
-                plgpu.barrier_wait(shared["full"]["k"].at[following])
-
-                def products(ref, scores_ref):
-                    ref[...] = acc
-                    plgpu.wgmma(scores_ref, self.q, shared["k"].at[following].transpose((1, 0)))
-                    plgpu.barrier_wait(shared["full"]["v"].at[slot])
-                    plgpu.wgmma(ref, weights, shared["v"].at[slot])
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    plgpu.barrier_arrive(shared["free"]["k"].at[following])
-                    out = self.weigh(scores, top)
-                    return ref[...], out
-
-                shapes = plgpu.ACC((_ROWS, _WIDTH), jnp.float32), plgpu.ACC((_ROWS, self.schedule.keys), jnp.float32)
-                acc, (weights, sums, top, fade) = pl.run_scoped(products, *shapes)
-                plgpu.barrier_arrive(shared["free"]["v"].at[slot])
-                return acc * lax.broadcast_in_dim(fade, acc.shape, [0]), weights, top, total * fade + sums
-
-            acc, weights, top, total = lax.fori_loop(0, count - 1, step, (acc, weights, top, sums))
-            slot = self.slot(at(count - 1))
-            plgpu.barrier_wait(shared["full"]["v"].at[slot])
-            return self.add(acc, weights, slot), top, total
-
-        return lax.cond(count > 0, some, lambda *carry: carry, *empty)
-
-    def scores(self, slot: jax.Array, turn: Callable[[], None] = lambda: None) -> jax.Array:
-        """float32 [64, keys] of a tile."""
-        plgpu, k = self.plgpu, self.shared["k"].at[slot]
-        plgpu.barrier_wait(self.shared["full"]["k"].at[slot])
-
-        def product(acc):
-            plgpu.wgmma(acc, self.q, k.transpose((1, 0)))
-            turn()
-            return acc[...]
-
-        scores = pl.run_scoped(product, plgpu.ACC((_ROWS, self.schedule.keys), jnp.float32))
-        plgpu.barrier_arrive(self.shared["free"]["k"].at[slot])
-        return scores
-
-    def end(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """-inf for what lies behind the prefix, NaN for a value that is not finite; the values are clean then."""
-        keys = self.schedule.keys
-        step = self.first + i
-        start = self.start_of(step)
-        low, high = step * keys - start, self.length - start
-        scores = self.cleaned(scores, slot, low, high)
-        at = self.plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=self.plgpu.Layout.WGMMA)
-        return jnp.where((at >= low) & (at < high), scores, -jnp.inf)
-
-    def block(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """As `end` for a tile of the block and its mask."""
-        plgpu, shared = self.plgpu, self.shared
-        scores = self.cleaned(scores, slot, 0, self.schedule.keys)
-        plgpu.barrier_wait(shared["seen"])
-        mask = plgpu.load(shared["mask"].at[self.own], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
-        plgpu.barrier_arrive(shared["used"])
-        return jnp.where(mask > 0.5, scores, -jnp.inf)
-
-    def cleaned(self, scores: jax.Array, slot: jax.Array, low: Any, high: Any) -> jax.Array:
-        """The scores, NaN for a value that is not finite; the values are clean then."""
-        plgpu, shared = self.plgpu, self.shared
-        if self.sizes.pairs:
-
-            @pl.when(self.which == 0)
-            def _clean():
-                self.clean(slot, low, high)
-                plgpu.barrier_arrive(shared["clean"].at[slot])
-
-            @pl.when(self.which == 1)
-            def _wait():
-                plgpu.barrier_wait(shared["clean"].at[slot])
-        else:
-            self.clean(slot, low, high)
-        broken = plgpu.load(shared["broken"].at[slot], layout=self.across)
-        return scores + lax.broadcast_in_dim(broken, scores.shape, [1])
-
-    def clean(self, slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
-        """Zeros in the rows of values outside of [low, high) and for what is not finite; NaN in `broken` for these."""
-        plgpu = self.plgpu
-        for half in range(self.schedule.keys // 64):
-            rows = pl.ds(half * 64, 64)
-            ref = self.shared["v"].at[slot, rows]
-            values = plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-            at = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA) + half * 64
-            finite = jnp.abs(values) < jnp.inf
-            ref[...] = jnp.where(finite & (at >= low) & (at < high), values, 0.0).astype(jnp.bfloat16)
-            worst = jnp.max(jnp.where(finite, 0.0, 1.0), axis=1)
-            self.shared["broken"].at[slot, rows][...] = jnp.where(worst > 0.0, jnp.nan, 0.0)
-        plgpu.commit_smem()
-
-    def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(weights bf16 [64, keys], their sums, the new maxima, what older sums fade by)."""
-        # Scaled after the maximum, so that it is one instruction with the difference.
-        new = jnp.maximum(top, jnp.max(scores, axis=1) * self.factor)
-        weights = jnp.exp2(scores * self.factor - lax.broadcast_in_dim(new, scores.shape, [0]))
-        return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
-
-    def add(self, acc: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
-        """acc + weights @ values; the slot is free then."""
-        plgpu, values = self.plgpu, self.shared["v"].at[slot]
-        if self.interpreted:
-            # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
-            given = values[...]
-            plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
-            acc = acc + jnp.dot(weights, given, preferred_element_type=jnp.float32)
-        else:
-
-            def product(ref):
-                ref[...] = acc
-                plgpu.wgmma(ref, weights, values)
-                return ref[...]
-
-            acc = pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-        plgpu.barrier_arrive(self.shared["free"]["v"].at[slot])
-        return acc
-
-    def normalised(self, acc: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(values [64, 128], logarithm to base 2 of the sum of weights [64])."""
-        safe = jnp.where(total == 0.0, 1.0, total)
-        return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), top + jnp.log(safe) * LOG2_E
-
-
 class _Merge:
     """Adds up the parts of a row tile: those of the blocks of a cluster, and of both warpgroups where they share it."""
 
-    def __init__(self, plgpu, which: jax.Array, shared, sizes: _Sizes, split: jax.Array):
+    def __init__(self, plgpu, which: jax.Array, shared, sizes: Sizes, split: jax.Array):
         self.plgpu, self.which, self.shared, self.sizes, self.split = plgpu, which, shared, sizes, split
         self.cluster = sizes.splits > 1
         self.owners = range(sizes.owners)
@@ -629,7 +346,7 @@ class _Merge:
 
         def write(owner):
             plgpu.barrier_wait(shared["arrived"].at[self.which])
-            sums = jnp.zeros((_ROWS, s.columns), jnp.float32)
+            sums = jnp.zeros((ROWS, s.columns), jnp.float32)
             for source in range(s.sources):
                 sums = sums + plgpu.load(shared["parts"].at[self.which, source], layout=plgpu.Layout.WGMMA)
             ref = shared["out"].at[self.which]
@@ -638,7 +355,7 @@ class _Merge:
             first = tile * s.part
 
             def copy(g, row, rows):
-                columns = pl.ds((head * s.group + g) * _WIDTH + owner * s.columns, s.columns)
+                columns = pl.ds((head * s.group + g) * WIDTH + owner * s.columns, s.columns)
                 plgpu.copy_smem_to_gmem(
                     ref.at[pl.ds(g * s.part + row, rows)], out_ref.at[b, pl.ds(first + row, rows), columns]
                 )

@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
 from ddtree_jax.pallas.cases import tree_attention as cases
-from ddtree_jax.pallas.gqa_mosaic import Schedule, choose_splits, gqa_mosaic
+from ddtree_jax.pallas.gqa_mosaic import choose_splits, gqa_mosaic
+from ddtree_jax.pallas.gqa_mosaic_compute import Schedule
 
 WIDTH, LAYERS, LAYER, SCALE = 128, 2, 1, 0.07
 SCHEDULES = {
