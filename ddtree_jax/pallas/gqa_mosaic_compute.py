@@ -26,7 +26,7 @@ class Schedule:
 
     Attributes:
       keys: of a tile, 64 or 128.
-      slots: tiles of keys, and of values, in shared memory.
+      slots: tiles of keys, and of values, in shared memory; an even number.
       splits: of the keys, or None: chosen by `choose_splits`; blocks of a cluster.
       most: the largest cluster that is chosen.
       cluster: the splits form a cluster, else XLA merges their parts.
@@ -47,7 +47,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes of a call; `block` counts the rows of q and of the block, padded where the interpreter runs."""
+    """Static sizes of a call: T is `block`, S is `slots`."""
 
     batch: int
     block: int
