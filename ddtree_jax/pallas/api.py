@@ -66,7 +66,12 @@ OPS: dict[str, Op] = {
         ),
         _op(
             "gqa_attention",
-            {TRITON: tree_attention.gqa_attention_triton, REFERENCE: tree_attention.gqa_attention_reference},
+            {
+                TRITON: tree_attention.gqa_attention_triton,
+                "mosaic": tree_attention.gqa_attention_mosaic,
+                REFERENCE: tree_attention.gqa_attention_reference,
+            },
+            own={HOPPER: ("mosaic", TRITON)},
         ),
         _op(
             "indexer_scores",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ddtree_jax.pallas.backend import Platform
 from ddtree_jax.pallas.gqa_kernels import gqa_triton
+from ddtree_jax.pallas.gqa_mosaic import gqa_mosaic
 from ddtree_jax.pallas.mla_kernels import mla_selected_triton, mla_triton
 from ddtree_jax.pallas.mla_mosaic import mla_mosaic
 
@@ -252,3 +253,12 @@ def gqa_attention_triton(
     """As `gqa_attention_reference`, a split-prefix kernel; hd is a power of two of at least 16."""
     _check_gqa(q, k_cache, v_cache, layer, lengths, new_k, new_v, mask)
     return gqa_triton(q, k_cache, v_cache, layer, lengths, new_k, new_v, mask, scale=scale, platform=platform)
+
+
+def gqa_attention_mosaic(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, layer: jax.Array, lengths: jax.Array, new_k: jax.Array,
+    new_v: jax.Array, mask: jax.Array, *, scale: float, platform: Platform,
+) -> jax.Array:  # fmt: skip
+    """As `gqa_attention_reference`, for Hopper; bfloat16, hd 128, and 1, 2, 4 or 8 query heads a KV head."""
+    _check_gqa(q, k_cache, v_cache, layer, lengths, new_k, new_v, mask)
+    return gqa_mosaic(q, k_cache, v_cache, layer, lengths, new_k, new_v, mask, scale=scale, platform=platform)
