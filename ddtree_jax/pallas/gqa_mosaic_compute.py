@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.split_attention import LOG2_E, cdiv
+from ddtree_jax.pallas.split_attention import LOG2_E, cdiv, check_registers
 
 WIDTH = 128  # of a head
 ROWS = 64  # of a row tile: the M side of wgmma
@@ -42,7 +42,10 @@ class Schedule:
     cluster: bool = True
     ahead: bool = False
     turns: bool = False
-    registers: tuple[int, int] = (240, 32)
+    registers: tuple[int, int] = (232, 40)
+
+    def __post_init__(self) -> None:
+        check_registers(self.registers)
 
 
 @dataclasses.dataclass(frozen=True)

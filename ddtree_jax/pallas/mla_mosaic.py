@@ -25,7 +25,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform
-from ddtree_jax.pallas.split_attention import LOG2_E, Tiles, cdiv, merge, num_splits, parts_shape, split_range
+from ddtree_jax.pallas.split_attention import (
+    LOG2_E,
+    Tiles,
+    cdiv,
+    check_registers,
+    merge,
+    num_splits,
+    parts_shape,
+    split_range,
+)
 
 RANK, ROPE = 512, 64
 _TILE = 64  # query rows, and keys: the M side of wgmma, and what two slots of shared memory hold
@@ -61,6 +70,9 @@ class Schedule:
     splits: int | None = None
     together: bool = False
     registers: tuple[int, int] = (240, 24)
+
+    def __post_init__(self) -> None:
+        check_registers(self.registers)
 
 
 def _at(name: str, slot: Any = 0, slots: int = _SLOTS) -> Any:

@@ -65,6 +65,17 @@ def cdiv(a: Any, b: int) -> Any:
     return (a + b - 1) // b
 
 
+def check_registers(registers: tuple[int, int]) -> None:
+    """ValueError for registers of (two computing warpgroups, one that copies) that no block of three gets.
+
+    A block starts with 168 registers for each of its 384 threads. A warpgroup that asks for more than the others have
+    given back waits for ever.
+    """
+    compute, copy = registers
+    if any(n % 8 or not 24 <= n <= 256 for n in registers) or 2 * compute + copy > 3 * 168:
+        raise ValueError(f"registers: got {registers}; multiples of 8 from 24 on, 2 * first + second at most {3 * 168}")
+
+
 def num_splits(tiles: Tiles, *, query_tiles: int, key_tiles: int, platform: Platform) -> int:
     """Splits of each query tile for a grid that fills the cores in few, full waves.
 
