@@ -23,7 +23,8 @@ from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import current_platform
 from ddtree_jax.pallas.cases.base import Case
 from ddtree_jax.pallas.cases.tree_attention import CASES
-from ddtree_jax.pallas.mla_mosaic import Schedule, mla_mosaic
+from ddtree_jax.pallas.mla_mosaic import mla_mosaic
+from ddtree_jax.pallas.mla_mosaic_compute import Schedule
 from ddtree_jax.pallas.split_attention import Tiles
 
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.1e12, 790e12
@@ -56,11 +57,10 @@ def candidates(op: str, rows: int) -> list[Tiles]:
 
 
 def schedules(rows: int) -> list[Schedule]:
-    """Of the Mosaic kernel: the variants, then splits for one, two and more waves of blocks."""
-    base = [Schedule(), Schedule(pair=True), Schedule(seesaw=True), Schedule(seesaw=True, overlap=False)]
+    """Of the Mosaic kernel: both, then with splits for one, two and more waves of blocks."""
+    base = [Schedule(seesaw=False), Schedule(seesaw=True)]
     splits = {17: (7, 15), 65: (2, 4)}.get(rows, ())
-    base += [Schedule(splits=2, together=True)]
-    return base + [dataclasses.replace(one, splits=n) for n in splits for one in base[:2]]
+    return base + [dataclasses.replace(one, splits=n) for n in splits for one in base]
 
 
 def seconds(call: Callable, arrays: tuple, case: Case) -> float:

@@ -1,0 +1,275 @@
+"""What a computing warpgroup of `mla_mosaic` does with its key tiles, and how they lie in shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ddtree_jax.pallas.split_attention import LOG2_E, cdiv, check_registers
+
+RANK, ROPE = 512, 64
+TILE = 64  # query rows, and keys: the M side of wgmma, and what two slots of shared memory hold
+HALF = RANK // 2
+SLOTS = 2
+_LOWEST = -1e30  # as in split_attention: finite, so that -inf - _LOWEST is no NaN
+# Pieces of a row by their first column and width, in the order in which a slot becomes free.
+PIECES = {"left": (0, HALF), "rope": (RANK, ROPE), "right": (HALF, HALF)}
+HALVES = ("left", "right")
+MASK = "mask"  # of a tile of the block; copied like a piece
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the two computing warpgroups share the work.
+
+    Attributes:
+      seesaw: they compute the scores of every other tile and pass weights and maxima to each other through shared
+        memory; the second one weighs its scores while the values of the tile before are added. Otherwise both compute
+        all scores, half again as many products, and pass nothing. None: by the number of tiles.
+      splits: of the keys, or None: chosen by `split_attention.num_splits`.
+      registers: of a thread that computes, and of one that copies.
+    """
+
+    seesaw: bool | None = None
+    splits: int | None = None
+    registers: tuple[int, int] = (240, 24)
+
+    def __post_init__(self) -> None:
+        check_registers(self.registers)
+
+
+def barrier_of(name: str, slot: Any = 0, slots: int = SLOTS) -> Any:
+    """Index of the barrier of a piece's slot. Of all pieces there is one array of barriers: the phases of an array are
+    kept in one register.
+    """
+    return (*PIECES, MASK).index(name) * slots + slot
+
+
+class Compute:
+    """A computing warpgroup, `which` of two; the one that holds columns [which * 256, which * 256 + 256)."""
+
+    def __init__(
+        self, plgpu, which: int, shared, schedule: Schedule, *, first, length, block: int, scale: float,
+        interpreted: bool,
+    ):  # fmt: skip
+        self.plgpu, self.which, self.half, self.shared, self.schedule = plgpu, which, HALVES[which], shared, schedule
+        self.first, self.length, self.block = first, length, block
+        self.scale, self.interpreted = scale, interpreted
+        self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
+
+    def meet(self) -> None:
+        """Waits for the other computing warpgroup."""
+        self.plgpu.barrier_arrive(self.shared["met"])
+        self.plgpu.barrier_wait(self.shared["met"])
+
+    def is_masked(self, step: jax.Array) -> jax.Array:
+        return self.first + step >= self.length // TILE
+
+    def plain(self, steps: jax.Array) -> jax.Array:
+        """How many tiles come before the first masked one. A loop of their own leaves them the registers."""
+        return jnp.clip(self.length // TILE - self.first, 0, steps)
+
+    def block_tile(self, step: jax.Array) -> jax.Array:
+        """Which tile of the block; negative: of the prefix."""
+        return self.first + step - cdiv(self.length, TILE)
+
+    def count(self, step: jax.Array) -> jax.Array:
+        """Rows of the tile that count, from its first one on; may be more than there are."""
+        tile = self.block_tile(step)
+        return jnp.where(tile < 0, self.length - (self.first + step) * TILE, self.block - tile * TILE)
+
+    def empty(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        cast = self.plgpu.layout_cast
+        return (
+            cast(jnp.zeros((TILE, HALF), jnp.float32), self.plgpu.Layout.WGMMA),
+            cast(jnp.full((TILE,), _LOWEST, jnp.float32), self.down),
+            cast(jnp.zeros((TILE,), jnp.float32), self.down),
+        )
+
+    def scores(self, step: jax.Array, slot: Any, masked: bool | None = None) -> jax.Array:
+        """float32 [64, 64] of a tile, times scale * log2(e), masked; `masked`: whether it is, where that is known."""
+        plgpu, shared = self.plgpu, self.shared
+
+        def product(acc):
+            for name in PIECES:
+
+                @pl.when(step == (self.which if self.schedule.seesaw else 0))
+                def _first_scores(name=name):
+                    plgpu.barrier_wait(shared["asked"].at[barrier_of(name, slots=1)])
+
+                plgpu.barrier_wait(shared["full"].at[barrier_of(name, slot)])
+                plgpu.wgmma(acc, shared["q"][name], shared["k"][name].at[slot].transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * (self.scale * LOG2_E)
+
+        def mask_row():
+            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot)])
+            return plgpu.load(shared[MASK].at[slot], layout=self.across, optimized=False).astype(jnp.float32)
+
+        def all_seen():
+            return plgpu.layout_cast(jnp.ones((TILE,), jnp.float32), self.across)
+
+        def mask(scores):
+            seen = lax.cond(self.block_tile(step) >= 0, mask_row, all_seen)
+            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (TILE,), 0), self.across)
+            visible = lax.broadcast_in_dim((seen > 0.0) & (column < self.count(step)), scores.shape, [1])
+            # A key with an infinity may give -inf, which would hide it, where its values are NaN for those that see it.
+            return jnp.where(visible, jnp.where(jnp.abs(scores) < jnp.inf, scores, jnp.nan), -jnp.inf)
+
+        if masked is None:
+            return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
+        return mask(scores) if masked else scores
+
+    def clean(self, slot: Any) -> None:
+        """Zeros for what is not finite in this half of the values of a masked tile.
+
+        No scores may need them any more. Rows that see what is not finite have it in their weights; for the others, and
+        in rows of keys that do not count, weights of zero meet it.
+        """
+        plgpu, values = self.plgpu, self.shared["k"][self.half].at[slot]
+
+        # A few columns at a time, for registers.
+        for start in range(0, HALF, ROPE):
+            part = values.at[pl.ds(0, TILE), pl.ds(start, ROPE)]
+            x = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+            part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+
+    def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(weights bf16 [64, 64], their sums, the new maxima, what older sums fade by)."""
+        new = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
+        return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
+
+    def add(
+        self, acc: jax.Array, fade: jax.Array, weights: jax.Array | None, slot: Any,
+        meanwhile: Callable[[], Any] = lambda: None,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """(acc * fade + weights @ the values of this half, what `meanwhile` gives while the product is under way).
+
+        Shared memory has then been read. `weights` None: those that the other warpgroup has left in the slot.
+        """
+        plgpu, keys = self.plgpu, self.shared["k"]
+        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+        if self.interpreted:
+            # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
+            given = keys["rope"].at[slot][...] if weights is None else weights
+            values = keys[self.half].at[slot][...]
+            plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
+            acc = acc + jnp.dot(given, values, preferred_element_type=jnp.float32)
+            return acc, meanwhile()
+
+        def product(ref):
+            ref[...] = acc
+            plgpu.wgmma(ref, keys["rope"].at[slot] if weights is None else weights, keys[self.half].at[slot])
+            other = meanwhile()
+            return ref[...], other
+
+        return pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+    def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
+
+        def step(i, carry, masked):
+            acc, top, total = carry
+            slot = lax.rem(i, jnp.int32(SLOTS))
+            weights, sums, top, fade = self.weigh(self.scores(i, slot, masked), top)
+            if masked:
+                self.meet()  # both have read the keys
+                self.clean(slot)
+            acc, _ = self.add(acc, fade, weights, slot)
+            for name in PIECES:
+                self.plgpu.barrier_arrive(self.shared["free"].at[barrier_of(name, slot)])
+            return acc, top, total * fade + sums
+
+        plain = self.plain(steps)
+        carry = lax.fori_loop(0, plain, functools.partial(step, masked=False), self.empty())
+        carry = lax.fori_loop(plain, steps, functools.partial(step, masked=True), carry)
+        self.meet()  # both have read the queries
+        return carry
+
+    def seesaw(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As `twice`; warpgroup w computes the scores of the tiles of slot w."""
+        plgpu, shared, which = self.plgpu, self.shared, self.which
+        ready, row = shared["ready"], shared["row"]
+
+        def give(slot, weights, top):
+            # The scores are done, so the piece of the keys that no value needs has room for the weights.
+            shared["k"]["rope"].at[slot][...] = weights
+            row.at[slot][...] = top
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ready.at[slot])
+
+        def take(slot, top):
+            plgpu.barrier_wait(ready.at[slot])
+            new = plgpu.load(row.at[slot], layout=self.down)
+            return new, jnp.exp2(top - new)
+
+        def clean(step, slot, masked):
+            # The scores are done: by this warpgroup, or it has taken the maxima of the other.
+            if masked is None:
+                pl.when(self.is_masked(step))(lambda: self.clean(slot))
+
+        def theirs(acc, fade, step, slot, masked, meanwhile=lambda: None):
+            plgpu.barrier_wait(shared["full"].at[barrier_of(self.half, slot)])
+            clean(step, slot, masked)
+            acc, other = self.add(acc, fade, None, slot, meanwhile)
+            plgpu.barrier_arrive(shared["free"].at[barrier_of("rope", slot)])
+            plgpu.barrier_arrive(shared["free"].at[barrier_of(self.half, slot)])
+            return acc, other
+
+        def ours(acc, fade, weights, step, slot, masked):
+            clean(step, slot, masked)
+            acc, _ = self.add(acc, fade, weights, slot)
+            plgpu.barrier_arrive(shared["free"].at[barrier_of(self.half, slot)])
+            return acc
+
+        def first_alone(i, carry, masked):
+            """The tile of slot 0 by itself."""
+            acc, top, total = carry
+            if which == 0:
+                weights, sums, top, fade = self.weigh(self.scores(i, 0, masked), top)
+                give(0, weights, top)
+                return ours(acc, fade, weights, i, 0, masked), top, total * fade + sums
+            top, fade = take(0, top)
+            return theirs(acc, fade, i, 0, masked)[0], top, total * fade
+
+        def two(j, carry, masked):
+            i = 2 * j
+            if which == 0:
+                acc, top, total = first_alone(i, carry, masked)
+                top, fade = take(1, top)
+                return theirs(acc, fade, i + 1, 1, masked)[0], top, total * fade
+            acc, top, total = carry
+            scores = self.scores(i + 1, 1, masked)
+            top, early = take(0, top)
+
+            def own_weights():
+                weights, sums, new, fade = self.weigh(scores, top)
+                give(1, weights, new)
+                return weights, sums, new, fade
+
+            acc, (weights, sums, top, fade) = theirs(acc, early, i, 0, masked, own_weights)
+            return ours(acc, fade, weights, i + 1, 1, masked), top, total * early * fade + sums
+
+        carry = lax.fori_loop(0, self.plain(steps) // 2, functools.partial(two, masked=False), self.empty())
+        carry = lax.fori_loop(self.plain(steps) // 2, steps // 2, functools.partial(two, masked=None), carry)
+        last = lambda *c: first_alone(steps - 1, c, None)  # noqa: E731
+        acc, top, total = lax.cond(steps % 2 == 1, last, lambda *c: c, *carry)
+        # Each has summed the weights of its own tiles.
+        return acc, top, self.sum_of_both(total)
+
+    def sum_of_both(self, total: jax.Array) -> jax.Array:
+        plgpu, row = self.plgpu, self.shared["sums"]
+        row.at[self.which][...] = total
+        plgpu.commit_smem()
+        self.meet()
+        return total + plgpu.load(row.at[1 - self.which], layout=self.down)
