@@ -16,8 +16,6 @@ from ddtree_jax.pallas.split_attention import LOG2_E, cdiv, check_registers
 WIDTH = 128  # of a head
 ROWS = 64  # of a row tile: the M side of wgmma
 _LOWEST = -1e30  # as in split_attention: finite, so that -inf - _LOWEST is no NaN
-# A cluster of more than 8 blocks is not portable, but fits into each GPC of an H200.
-MOST_SPLITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +25,15 @@ class Schedule:
     Attributes:
       keys: of a tile, 64 or 128.
       slots: tiles of keys, and of values, in shared memory; an even number.
-      splits: of the keys, or None: chosen by `choose_splits`; blocks of a cluster.
-      most: the largest cluster that is chosen.
-      cluster: the splits form a cluster, else XLA merges their parts.
+      splits: of the keys, or None: chosen by `split_attention.num_splits`.
       ahead: the scores of the next tile are under way while a tile is weighed and its values are added.
-      turns: the two warpgroups take turns at the products.
       registers: of a thread that computes, and of one that copies.
     """
 
     keys: int = 64
     slots: int = 4
     splits: int | None = None
-    most: int = MOST_SPLITS
-    cluster: bool = True
     ahead: bool = False
-    turns: bool = False
     registers: tuple[int, int] = (232, 40)
 
     def __post_init__(self) -> None:
@@ -83,18 +75,20 @@ class Sizes:
         return self.splits * (1 if self.pairs else 2)
 
     @property
-    def owners(self) -> int:
-        """Warpgroups that add up the parts of a row tile, some columns each: a power of two."""
-        return min(1 << self.sources.bit_length() - 1, WIDTH // 8)
-
-    @property
-    def columns(self) -> int:
-        return WIDTH // self.owners
-
-    @property
     def tiles(self) -> int:
         """Blocks of threads of a KV head and a split."""
         return cdiv(self.row_tiles, 2)
+
+    @property
+    def stored(self) -> int:
+        """Row tiles of a KV head in the parts, those without rows too."""
+        return 2 * self.tiles if self.pairs else 1
+
+    def place(self, rows: jax.Array) -> jax.Array:
+        """Where the parts of a sequence have the rows [T, Hq] of the result, taken as one axis."""
+        row, head = rows // self.heads, rows % self.heads
+        tile = head // self.group * self.stored + row // self.part
+        return tile * ROWS + head % self.group * self.part + row % self.part
 
 
 class Compute:
@@ -127,13 +121,7 @@ class Compute:
         if self.schedule.ahead and not self.interpreted:
             carry = self.ahead(count(plain), at, empty)
         else:
-            turns = self.schedule.turns and self.sizes.pairs
-            turn = self.turn if turns else lambda: None
-            if turns:
-                pl.when(self.which == 1)(turn)
-            carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c, turn=turn), empty)
-            if turns:
-                pl.when(self.which == 0)(turn)
+            carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c), empty)
         # The last tile of the prefix, if it is not full, and those of the block.
         prefix = jnp.clip(cdiv(self.length, self.schedule.keys) - self.first, 0, steps)
         for start, stop, mask in ((plain, prefix, self.end), (prefix, steps, self.block)):
@@ -142,31 +130,18 @@ class Compute:
             )
         return carry
 
-    def turn(self) -> None:
-        """The products of one warpgroup while the other weighs: both come here twice a step, half a step apart."""
-        self.plgpu.barrier_arrive(self.shared["turn"])
-        self.plgpu.barrier_wait(self.shared["turn"])
-
     def slot(self, i: jax.Array) -> jax.Array:
         return lax.rem(i, jnp.int32(self.schedule.slots))
 
-    def step(
-        self,
-        i: jax.Array,
-        carry: Any,
-        *,
-        mask: Callable[..., jax.Array] | None = None,
-        turn: Callable[[], None] = lambda: None,
-    ) -> Any:
+    def step(self, i: jax.Array, carry: Any, *, mask: Callable[..., jax.Array] | None = None) -> Any:
         acc, top, total = carry
         slot = self.slot(i)
-        scores = self.scores(slot, turn)
+        scores = self.scores(slot)
         self.plgpu.barrier_wait(self.shared["full"]["v"].at[slot])
         if mask is not None:
             scores = mask(scores, i, slot)
         weights, sums, top, fade = self.weigh(scores, top)
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
-        turn()
         return self.add(acc, weights, slot), top, total * fade + sums
 
     def ahead(self, count: jax.Array, at: Callable[[jax.Array], jax.Array], empty: Any) -> Any:
@@ -204,14 +179,13 @@ class Compute:
 
         return lax.cond(count > 0, some, lambda *carry: carry, *empty)
 
-    def scores(self, slot: jax.Array, turn: Callable[[], None] = lambda: None) -> jax.Array:
+    def scores(self, slot: jax.Array) -> jax.Array:
         """float32 [64, keys] of a tile."""
         plgpu, k = self.plgpu, self.shared["k"].at[slot]
         plgpu.barrier_wait(self.shared["full"]["k"].at[slot])
 
         def product(acc):
             plgpu.wgmma(acc, self.q, k.transpose((1, 0)))
-            turn()
             return acc[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((ROWS, self.schedule.keys), jnp.float32))

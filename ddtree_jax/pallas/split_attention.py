@@ -216,8 +216,9 @@ def parts_shape(splits: int, batch: int, rows: int, width: int, dtype: Any = jnp
 
 
 def _merge_kernel(
-    lengths_ref, values_ref, weights_ref, out_ref, *, tiles: Tiles, splits: int, rows: int, active: Callable
-) -> None:
+    lengths_ref, values_ref, weights_ref, out_ref, *, tiles: Tiles, splits: int, rows: int, active: Callable,
+    place: Callable[[jax.Array], jax.Array] | None,
+) -> None:  # fmt: skip
     batch, start = pl.program_id(1), pl.program_id(0) * tiles.merge_rows
     count = active(lengths_ref[batch])
     live = start + jnp.arange(tiles.merge_rows) < rows
@@ -226,11 +227,17 @@ def _merge_kernel(
     # All loads before the first use of one, so that they are in flight together; those of empty splits are masked and
     # touch no memory.
     given = [live & (i < count) for i in range(splits)]
+    log_at, value_at = (at,), (at, pl.ds(0, width))
+    if place is not None:
+        placed = place(jnp.minimum(start + jnp.arange(tiles.merge_rows), rows - 1))
+        log_at, value_at = (placed,), (placed[:, None], jnp.arange(width)[None, :])
     parts = [
-        load(values_ref.at[jnp.int32(i), batch, at, pl.ds(0, width)], mask=mask[:, None], other=0.0)
+        load(values_ref.at[jnp.int32(i), batch, *value_at], mask=mask[:, None], other=0.0)
         for i, mask in enumerate(given)
     ]
-    logs = [load(weights_ref.at[jnp.int32(i), batch, at], mask=mask, other=2 * _LOWEST) for i, mask in enumerate(given)]
+    logs = [
+        load(weights_ref.at[jnp.int32(i), batch, *log_at], mask=mask, other=2 * _LOWEST) for i, mask in enumerate(given)
+    ]
     top = logs[0]
     for log in logs[1:]:
         top = jnp.maximum(top, log)
@@ -244,10 +251,16 @@ def _merge_kernel(
 
 def merge(
     lengths: jax.Array, parts: tuple[jax.Array, jax.Array], dtype: Any, *, name: str, tiles: Tiles, platform: Platform,
-    block_tiles: int, active: Callable[[jax.Array], jax.Array] | None = None,
+    block_tiles: int, active: Callable[[jax.Array], jax.Array] | None = None, rows: int | None = None,
+    place: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """[B, rows, N] of `dtype` from the parts of `finish`; a split without tiles has written nothing and is not read."""
-    splits, batch, rows, width = parts[0].shape
+    """[B, rows, N] of `dtype` from the parts of `finish`; a split without tiles has written nothing and is not read.
+
+    active: length of a prefix -> how many splits have written; None: those with tiles. rows, place: how many rows the
+    result has, and rows of the result -> where the parts have them; None: the same rows.
+    """
+    splits, batch, stored, width = parts[0].shape
+    rows = stored if rows is None else rows
     merge_rows = tiles.merge_rows
     while merge_rows > 1 and (
         merge_rows * width * splits > _MOST_MERGED
@@ -265,7 +278,7 @@ def merge(
         return (total + chunk - 1) // chunk
 
     def kernel(*refs: Any) -> None:
-        _merge_kernel(*refs, tiles=tiles, splits=splits, rows=rows, active=active or count)
+        _merge_kernel(*refs, tiles=tiles, splits=splits, rows=rows, active=active or count, place=place)
 
     return triton_call(
         kernel,

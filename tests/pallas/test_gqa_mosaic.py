@@ -1,8 +1,7 @@
 """The Mosaic kernel of grouped-query attention against float64, in Mosaic's interpreter; compiled under `-m gpu`.
 
-The interpreter has the copies, barriers and products of shared memory and finds races among them. It knows neither
-shared memory of other blocks nor products that add to sums in registers: there the splits are merged by XLA, and the
-scores are not asked for ahead. The merge within a cluster and the overlaps are for the GPU tests.
+The interpreter has the copies, barriers and products of shared memory and finds races among them. It knows no products
+that add to sums in registers, and the scores are not asked for ahead there: the overlaps are for the GPU tests.
 """
 
 import dataclasses
@@ -17,17 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
 from ddtree_jax.pallas.cases import tree_attention as cases
-from ddtree_jax.pallas.gqa_mosaic import choose_splits, gqa_mosaic
+from ddtree_jax.pallas.gqa_mosaic import gqa_mosaic
 from ddtree_jax.pallas.gqa_mosaic_compute import Schedule
 
 WIDTH, LAYERS, LAYER, SCALE = 128, 2, 1, 0.07
 SCHEDULES = {
     "8 splits": Schedule(splits=8),
     "5 splits": Schedule(splits=5),
-    "16 splits": Schedule(splits=16),
     "one split": Schedule(splits=1),
-    "no cluster": Schedule(splits=3, cluster=False),
-    "turns": Schedule(splits=8, turns=True),
     "ahead": Schedule(splits=8, ahead=True),
     "two slots": Schedule(splits=4, slots=2),
     "128 keys": Schedule(splits=8, keys=128, slots=2),
@@ -101,12 +97,6 @@ def test_against_float64(t, splits):
 
 
 @pytest.mark.slow
-def test_turns():
-    arrays = make((270,), 17, 340)
-    assert_close(run(arrays, Schedule(splits=1, turns=True)), exact(*arrays))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("t", [3, 17])
 @pytest.mark.parametrize("schedule", [Schedule(splits=2), Schedule(splits=1), Schedule(splits=3, keys=128, slots=2)])
 def test_lengths(schedule, t):
@@ -151,16 +141,6 @@ def test_a_value_of_the_last_tile_that_is_not_finite():
     assert np.isnan(run(arrays, Schedule(splits=1), races=False)).all()
 
 
-def test_splits_fill_the_gpu():
-    """Qwen3-8B's 8 KV heads with one block of threads each, and with three."""
-    for blocks in (8, 24):
-        splits = choose_splits(blocks, 130, 16, H200)
-        assert 0.9 * H200.cores <= blocks * splits <= H200.cores
-    assert choose_splits(8, 130, 8, H200) == 8
-    assert choose_splits(1000, 130, 16, H200) == 1
-    assert choose_splits(8, 3, 16, H200) <= 3
-
-
 def test_what_is_refused():
     def ask(*, dtype=jnp.bfloat16, heads=4, hd=WIDTH, slots=64, platform=H200, batch=1, scale=SCALE):
         spec = jax.ShapeDtypeStruct
@@ -191,10 +171,11 @@ def test_what_is_refused():
         ask(batch=2)
 
 
-def test_other_gpus_do_not_try_it():
+def test_it_runs_only_when_named():
     op = OPS["gqa_attention"]
-    assert op.names(H200)[0] == "mosaic"
-    assert all("mosaic" not in op.names(platform) for platform in (B200, RTX_PRO_6000, HOST))
+    assert "mosaic" in op.implementations
+    # Not on Hopper either: it has not been faster than Triton there yet.
+    assert all("mosaic" not in op.names(platform) for platform in (H200, B200, RTX_PRO_6000, HOST))
 
 
 @pytest.mark.gpu
