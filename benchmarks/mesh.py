@@ -79,6 +79,18 @@ class Pair:
         return [tokenizer.encode(text)[:192] for text in held_out_prompts()[:4]]
 
 
+_LAST: dict[tuple[str, str], Pair] = {}
+
+
+def pair_of(name: str, dtype: str, args: argparse.Namespace) -> Pair:
+    """Keeps the last one, which the next section may need; it goes before another one is drawn."""
+    if (name, dtype) not in _LAST:
+        _LAST.clear()
+        gc.collect()
+        _LAST[name, dtype] = Pair(name, dtype, args)
+    return _LAST[name, dtype]
+
+
 def groups() -> Iterator[list[str]]:
     """What is compiled at a time: one device with and without a mesh, then all meshes of 2, of 4, of 8 devices here."""
     yield [ALONE, "1x1"]
@@ -226,8 +238,11 @@ def measure_load(section: Section, args: argparse.Namespace) -> None:
     for one in load_memory.measured(args.gigabytes, nvfp4=args.nvfp4, mesh=LOAD_MESH, attempts=("first",)):
         say(f"load: {'loaded' if 'attempt' in one else 'written'}")
         if "attempt" in one:
+            on_host = one["device"].endswith("cpu")
+            if on_host:
+                section.note("on a CPU the parameters themselves lie in host memory, so the bound is not checked")
             section.add(
-                ok=one["taken"] <= one["bound"],
+                ok=on_host or one["taken"] <= one["bound"],
                 device=one["device"],
                 mesh=LOAD_MESH,
                 experts="NVFP4" if args.nvfp4 else "bfloat16",
@@ -260,7 +275,7 @@ def run_section(section: Section, args: argparse.Namespace, deadline: float) -> 
                 if time.perf_counter() > deadline:
                     section.left_out(f"{name}: no time left")
                     continue
-                run(section, Pair(name, dtype, args), args, deadline)
+                run(section, pair_of(name, dtype, args), args, deadline)
                 jax.clear_caches()
                 gc.collect()
     except Exception as error:
@@ -295,8 +310,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--sections: got {unknown[0]!r}, allowed are {', '.join(SECTIONS)}")
     args.rounds = args.rounds or (16 if args.small else 96)
-    args.budgets = args.budgets or ([4, 8] if args.small else [4, 16, 64])
-    args.contexts = args.contexts or ([64, 160] if args.small else [1024, 8192])
+    args.budgets = args.budgets or ([4] if args.small else [4, 16, 64])
+    args.contexts = args.contexts or ([160] if args.small else [1024, 8192])
     args.gigabytes = args.gigabytes or (0.1 if args.small else 40.0)
     return args
 

@@ -18,14 +18,16 @@ from typing import Any
 from mesh_report import Section, say
 
 MESHES = ("1x2", "2x1")
-LENGTHS = ((32, 20), (200, 160))  # of prompts, by batch
+LENGTHS = (200, 160, 32, 20)  # of prompts
 
 
 def compare(section: Section, args: argparse.Namespace, deadline: float) -> None:
     """A row for each shipped pair and mesh. The slice is no folder that processes could load."""
     pairs = [name for name in args.pairs if name.startswith("demo")]
     request = {"pairs": pairs, "kernels": args.kernels, "budget": args.budget, "tokens": args.tokens}
-    together = request | {"meshes": MESHES, "coordinator": f"127.0.0.1:{_free_port()}", "count": 2}
+    request["lengths"] = (24, 16) if args.small else LENGTHS
+    meshes = MESHES[:1] if args.small else MESHES
+    together = request | {"meshes": meshes, "coordinator": f"127.0.0.1:{_free_port()}", "count": 2}
     requests = [request | {"meshes": [None]}, *(together | {"index": index} for index in range(2))]
     processes = [_start(one) for one in requests]
     say("processes: started")
@@ -99,15 +101,11 @@ def work(request: dict[str, Any]) -> None:
         for mesh in request["meshes"]:
             devices = None if mesh is None else make_mesh(*parse_mesh(mesh))
             engine = ddtree_jax.load(pair, dtype="float32", mesh=devices, kernels=request["kernels"])
-            tokens = []
-            for batch in random_prompts(LENGTHS, engine):
-                results = ddtree_jax.generate(
-                    engine, batch, request["tokens"], budget=request["budget"], stop_token_ids=[]
-                )
-                tokens += [result.token_ids for result in results]
+            batch = random_prompts((request["lengths"],), engine)[0]
+            results = ddtree_jax.generate(engine, batch, request["tokens"], **options)
             device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
             rows.append({"pair": pair, "mesh": mesh, "device": device, "processes": jax.process_count()})
-            rows[-1]["tokens"] = tokens
+            rows[-1]["tokens"] = [result.token_ids for result in results]
     print(json.dumps(rows), flush=True)
 
 
