@@ -19,6 +19,7 @@ import argparse
 import functools
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -318,6 +319,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of `processes` end with this one
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     deadline = time.perf_counter() + args.budget_s
     report = MeshReport({name: value for name, value in vars(args).items() if name != "json"})

@@ -12,7 +12,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from mesh_report import Section, say
@@ -29,17 +31,24 @@ def compare(section: Section, args: argparse.Namespace, deadline: float) -> None
     meshes = MESHES[:1] if args.small else MESHES
     together = request | {"meshes": meshes, "coordinator": f"127.0.0.1:{_free_port()}", "count": 2}
     requests = [request | {"meshes": [None]}, *(together | {"index": index} for index in range(2))]
-    processes = [_start(one) for one in requests]
-    say("processes: started")
-    try:
-        outputs = [process.communicate(timeout=max(1.0, deadline - time.perf_counter())) for process in processes]
-    except subprocess.TimeoutExpired:
-        section.left_out("no time left")
-        return
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        # Files, not pipes: one that is not read would stop its process, and the other one with it.
+        files = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(requests))]
+        try:
+            processes += [_start(one, *own) for one, own in zip(requests, files, strict=True)]
+            say("processes: started")
+            for process in processes:
+                process.wait(max(1.0, deadline - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            said = "; ".join((err.read_text().splitlines() or ["nothing"])[-1] for _, err in files)
+            section.left_out(f"no time left; the processes said: {said}")
+            return
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        outputs = [(out.read_text(), err.read_text()) for out, err in files]
     for process, (_, errors), name in zip(processes, outputs, ("one process", "process 0", "process 1"), strict=True):
         if process.returncode != 0:
             section.left_out(f"failed: {name} ended with status {process.returncode}: {errors[-1500:]}", wrong=True)
@@ -63,7 +72,7 @@ def compare(section: Section, args: argparse.Namespace, deadline: float) -> None
         )
 
 
-def _start(request: dict[str, Any]) -> subprocess.Popen:
+def _start(request: dict[str, Any], out: Path, err: Path) -> subprocess.Popen:
     """A process that sees one device. None of them takes all of its memory: the first two share one."""
     index = request.get("index", 0)
     env = os.environ | {"CUDA_VISIBLE_DEVICES": _visible(index), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -71,7 +80,8 @@ def _start(request: dict[str, Any]) -> subprocess.Popen:
     kept = [flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")]
     env["XLA_FLAGS"] = " ".join([*kept, "--xla_force_host_platform_device_count=1"])
     command = [sys.executable, __file__, json.dumps(request)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with out.open("w") as stdout, err.open("w") as stderr:
+        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr)
 
 
 def _visible(index: int) -> str:
@@ -94,15 +104,22 @@ def work(request: dict[str, Any]) -> None:
     from ddtree_jax.cluster import join_cluster, parse_mesh
     from ddtree_jax.models import make_mesh
 
+    def note(text: str) -> None:
+        print(f"{time.perf_counter() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    start = time.perf_counter()
     join_cluster(request.get("coordinator"), request.get("count"), request.get("index"))
     options = {"budget": request["budget"], "stop_token_ids": []}
+    note("joined")
     rows = []
     for pair in request["pairs"]:
         for mesh in request["meshes"]:
             devices = None if mesh is None else make_mesh(*parse_mesh(mesh))
             engine = ddtree_jax.load(pair, dtype="float32", mesh=devices, kernels=request["kernels"])
+            note(f"{pair} on {mesh}: loaded")
             batch = random_prompts((request["lengths"],), engine)[0]
             results = ddtree_jax.generate(engine, batch, request["tokens"], **options)
+            note(f"{pair} on {mesh}: done")
             device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
             rows.append({"pair": pair, "mesh": mesh, "device": device, "processes": jax.process_count()})
             rows[-1]["tokens"] = [result.token_ids for result in results]
