@@ -35,9 +35,9 @@ from slices import on_kernels, on_mesh, random_prompts, slice_engine
 import ddtree_jax
 from ddtree_jax.bench import held_out_prompts
 from ddtree_jax.cluster import parse_mesh
-from ddtree_jax.engine import Engine
+from ddtree_jax.engine import Engine, open_pair
 from ddtree_jax.models import make_mesh
-from ddtree_jax.pallas.choice import KERNELS, choose_kernels
+from ddtree_jax.pallas.choice import KERNELS
 
 SECTIONS = ("tokens", "acceptance", "rounds", "load", "processes")
 SLICE, ALONE = "slice", "one device"
@@ -62,7 +62,8 @@ class Pair:
         if self.drawn is None:
             return ddtree_jax.load(self.name, dtype=self.dtype, mesh=devices, kernels=kernels)
         engine = self.drawn if devices is None else on_mesh(self.drawn, devices)
-        return on_kernels(engine, choose_kernels(kernels, split=devices is not None))
+        # Those that `load` would choose on this mesh.
+        return on_kernels(engine, open_pair(mesh=devices, kernels=kernels).kernels)
 
     def prompts(self) -> list[list[int]]:
         """Four prompts for tokens: of the slice some that are longer than `index_topk`, so that keys are selected."""
