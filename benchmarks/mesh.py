@@ -167,27 +167,31 @@ def compare_acceptance(section: Section, pair: Pair, args: argparse.Namespace, d
         for mesh, programs in build(section, pair, meshes, kinds, deadline):
             if "round" not in programs or (mesh != ALONE and not states):
                 continue
-            program = programs["round"]
             if mesh == ALONE:
-                state = program.prefill(prompts)
+                state = programs["round"].prefill(prompts)
                 for _ in range(steps):
                     states.append(jax.device_get(state))
-                    state, out = program.step(state)
+                    state, out = programs["round"].step(state)
                     expected.append(jax.device_get(out.acceptance_lengths).tolist())
                 continue
-            found = [jax.device_get(program.step(program.put(s))[1].acceptance_lengths).tolist() for s in states]
+            found = [_acceptance(programs["round"], state) for state in states]
             lengths = [(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)]
             share = sum(a == b for a, b in lengths) / len(lengths)
             section.add(
                 ok=share >= SAME_ROUNDS,
                 pair=pair.name,
                 mesh=mesh,
-                kernels=program.kernels,
+                kernels=programs["round"].kernels,
                 rounds=len(lengths),
                 same=share,
                 mean=sum(a for a, _ in lengths) / len(lengths),
                 mean_one_device=sum(b for _, b in lengths) / len(lengths),
             )
+
+
+def _acceptance(program: Programs, state: Any) -> list[int]:
+    """Acceptance lengths of the round that begins with a state of the host."""
+    return jax.device_get(program.step(program.put(state))[1].acceptance_lengths).tolist()
 
 
 def time_rounds(section: Section, pair: Pair, args: argparse.Namespace, deadline: float) -> None:
@@ -225,6 +229,7 @@ def time_rounds(section: Section, pair: Pair, args: argparse.Namespace, deadline
                     collectives=program.collectives,
                     kernels=program.kernels,
                 )
+            program = state = None  # its weights would stay while the next are placed
     best: dict[tuple[int, int, int], tuple[float, str]] = {}
     for row in section.rows:
         if row["pair"] == pair.name and row["ratio"] is not None:
