@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
-import functools
 import json
 import re
 import statistics
@@ -24,19 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
+from slices import on_kernels, random_prompts, slice_engine
 
 import ddtree_jax
 from ddtree_jax import decoding
-from ddtree_jax.abstract import packed_experts
 from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.engine import Engine
-from ddtree_jax.models.config import DFlashConfig, Glm5Config
-from ddtree_jax.models.glm5 import Glm5
-from ddtree_jax.models.kernels import with_kernels
-from ddtree_jax.models.pair import Target, make_drafter
-from ddtree_jax.models.published import GLM_5, GLM_5_3_DFLASH2
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.choice import AUTO, choose_kernels
 from ddtree_jax.pallas.compile_programs import kernels_in
@@ -45,46 +36,22 @@ from ddtree_jax.pallas.measure import traced_times
 from ddtree_jax.profiling import random_state
 
 START = time.perf_counter()
-DENSE_LAYERS, MOE_LAYERS, DRAFT_LAYERS = 3, 4, 5
+LAYERS = 7  # of the slice, three of them dense
 KERNELS = (AUTO, REFERENCE)
 LONGEST = 12  # kernels that are shown
-
-
-def slice_engine(dtype: str) -> Engine:
-    """A few layers of GLM-5 at true shapes with random weights, routed experts NVFP4, and a random drafter."""
-    layers = DENSE_LAYERS + MOE_LAYERS
-    config = Glm5Config.from_hf({**GLM_5, "num_hidden_layers": layers, "first_k_dense_replace": DENSE_LAYERS})
-    make = functools.partial(Glm5, config, dtype=jnp.dtype(dtype), packed=packed_experts(config))
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-    # In one program: drawn one by one, the random bits of the experts would not fit as the integers that they start as.
-    params = jax.jit(lambda: nnx.split(make(rngs=nnx.Rngs(0)))[1])()
-    target = Target(config, graphdef, params)
-    own = {
-        "architectures": ["DFlashDraftModel"],
-        "num_hidden_layers": DRAFT_LAYERS,
-        "num_target_layers": layers,
-        "layer_types": ["full_attention"] * DRAFT_LAYERS,
-        "sliding_window": None,
-        "dflash_config": {"block_size": 8, "mask_token_id": 154856, "target_layer_ids": [1, 3, 5]},
-    }
-    drafter = make_drafter(DFlashConfig.from_hf({**GLM_5_3_DFLASH2, **own}), target)
-    return Engine(target, drafter, None, "slice")
 
 
 def load_pair(name: str, dtype: str) -> dict[str, Engine]:
     """Kernels -> engine. The slice is drawn once: both have the same weights."""
     if name != "slice":
         return {kernels: ddtree_jax.load(name, dtype=dtype, kernels=kernels) for kernels in KERNELS}
-    engine, choice = slice_engine(dtype), choose_kernels(AUTO)
-    models = {field: with_kernels(getattr(engine, field), choice) for field in ("target", "drafter")}
-    return {REFERENCE: engine, AUTO: dataclasses.replace(engine, compiled=set(), warned=set(), **models)}
+    engine = slice_engine(dtype, layers=LAYERS)
+    return {REFERENCE: engine, AUTO: on_kernels(engine, choose_kernels(AUTO))}
 
 
 def prompts_of(name: str, engine: Engine) -> list[list[list[int]]]:
     """Batches of prompts: one whose context stays within `index_topk`, so that attention is dense, and one beyond."""
-    draw = np.random.default_rng(0).integers(0, engine.target.config.vocab_size - 256, 4096)
-    batches = ((96, 2300),) if name == "slice" else ((32,), (200, 160))
-    return [[draw[:length].tolist() for length in lengths] for lengths in batches]
+    return random_prompts(((96,), (2300,)) if name == "slice" else ((32,), (200, 160)), engine)
 
 
 def kernels_of(program: str) -> list[str]:

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -109,6 +111,33 @@ def host_memory(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
+def measured(
+    gigabytes: float, *, nvfp4: bool = False, mesh: str | None = None, attempts: Sequence[str] = ("first", "again")
+) -> Iterator[dict[str, Any]]:
+    """Writes a checkpoint and loads it, each time in a process of its own.
+
+    Yields {"size", "largest", "write_seconds"} when it is written, bytes and seconds; then for each of `attempts` what
+    `load_here` returns with these, "attempt", and in bytes "taken", host memory that loading took, and "bound".
+    """
+    folder = pathlib.Path(tempfile.mkdtemp())
+    try:
+        start = time.perf_counter()
+        largest = write_synthetic(folder, gigabytes, nvfp4)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        written = {"size": size, "largest": largest, "write_seconds": time.perf_counter() - start}
+        yield written
+        command = [sys.executable, __file__, "--load", str(folder), *(["--mesh", mesh] if mesh else [])]
+        for attempt in attempts:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"loading ended with status {done.returncode}: {done.stderr[-2000:]}")
+            found = json.loads(done.stdout.splitlines()[-1])
+            bounds = {"taken": found["peak"] - found["before"], "bound": 2 * largest + 2**30}
+            yield {"attempt": attempt, **written, **found, **bounds}
+    finally:
+        shutil.rmtree(folder)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -120,27 +149,19 @@ def main() -> None:
     if options.load is not None:
         print(json.dumps(load_here(options.load, options.mesh)))
         return
-    folder = pathlib.Path(tempfile.mkdtemp())
-    try:
-        start = time.perf_counter()
-        largest = write_synthetic(folder, options.gigabytes, options.nvfp4)
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        seconds = time.perf_counter() - start
-        print(f"written: {size / 1e9:.2f} GB in {seconds:.0f} s, largest tensor {largest / 1e9:.2f} GB", flush=True)
-        command = [sys.executable, __file__, "--load", str(folder), *(["--mesh", options.mesh] if options.mesh else [])]
-        for attempt in ("first", "again"):
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            taken, bound = found["peak"] - found["before"], 2 * largest + 2**30
-            rate = size / found["seconds"] / 1e9
-            print(
-                f"{attempt} load on {found['device']}: {found['seconds']:.1f} s, {rate:.2f} GB/s, "
-                f"parameters {found['parameters'] / 1e9:.2f} GB; host memory {found['before'] / 1e9:.2f} GB before, "
-                f"peak {found['peak'] / 1e9:.2f} GB: {taken / 1e9:.2f} GB for loading, bound {bound / 1e9:.2f} GB",
-                flush=True,
-            )
-    finally:
-        shutil.rmtree(folder)
+    for one in measured(options.gigabytes, nvfp4=options.nvfp4, mesh=options.mesh):
+        size, largest = one["size"] / 1e9, one["largest"] / 1e9
+        if "attempt" not in one:
+            seconds = one["write_seconds"]
+            print(f"written: {size:.2f} GB in {seconds:.0f} s, largest tensor {largest:.2f} GB", flush=True)
+            continue
+        print(
+            f"{one['attempt']} load on {one['device']}: {one['seconds']:.1f} s, {size / one['seconds']:.2f} GB/s, "
+            f"parameters {one['parameters'] / 1e9:.2f} GB; host memory {one['before'] / 1e9:.2f} GB before, "
+            f"peak {one['peak'] / 1e9:.2f} GB: {one['taken'] / 1e9:.2f} GB for loading, "
+            f"bound {one['bound'] / 1e9:.2f} GB",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

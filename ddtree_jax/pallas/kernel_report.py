@@ -219,7 +219,7 @@ def measure_kernels(
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     ops = list(registry.ops)
     ordered = sorted(rows.values(), key=lambda row: ops.index(row.op))  # stable: the cases keep their order
-    return KernelReport(about, _versions(), date, seed, device_limits, tuple(ordered))
+    return KernelReport(about, package_versions(), date, seed, device_limits, tuple(ordered))
 
 
 def _measure_row(
@@ -309,7 +309,8 @@ def _stable_hash(text: str) -> int:
     return value
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of this package and of those that matter to its kernels, where they are installed."""
     found = {"ddtree-jax": ddtree_jax.__version__}
     for package in _PACKAGES:
         try:
