@@ -173,7 +173,7 @@ def open_pair(
 ) -> OpenedPair:
     """Opens what `load` loads, with the same arguments and errors, from configs and headers alone."""
     name = str(target)
-    choice = choose_kernels(kernels, split=mesh is not None)
+    choice = choose_kernels(kernels)
     target, drafter = pair_names(target, drafter)
     opened = open_target(target, dtype=dtype, mesh=mesh)
     tokenizer = Tokenizer.from_folder(opened.folder)
