@@ -66,6 +66,8 @@ MESHES = {
     "none": None,
     "2x4": ((EXPERT, TENSOR), (2, 4)),
     "1x8": ((EXPERT, TENSOR), (1, 8)),
+    "1x2": ((EXPERT, TENSOR), (1, 2)),
+    "2x1": ((EXPERT, TENSOR), (2, 1)),
     "8x1": ((EXPERT, TENSOR), (8, 1)),
     "tensor alone": ((TENSOR,), (4,)),
     "swapped": ((TENSOR, EXPERT), (4, 2)),
@@ -195,7 +197,7 @@ def gathers(engine: Any, batch: int) -> dict[str, Any]:
     program = decoding.round_step.lower(plan, weights, state, sampling, jnp.zeros((0,), jnp.int32)).compile()
     leaves = [leaf for model in (engine.target, engine.drafter) for leaf in model.arrays]
     split = {leaf.size // stacked for leaf in leaves if not leaf.is_fully_replicated for stacked in (1, leaf.shape[0])}
-    found = re.findall(r"= ([^=]*?) all-gather(?:-start)?\(", program.as_text())
+    found = re.findall(r"= ([^=]*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
     shapes = [shape for result in found for shape in re.findall(r"\w\[([\d,]*)\]", result)]
     return {"weights": sorted(split), "gathered": sorted({math.prod(map(int, s.split(","))) for s in shapes if s})}
 
