@@ -38,9 +38,8 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any
     module = model.module()
     place = None
     if model.mesh is not None:
-        place = (target_sharding if isinstance(model.config, Glm5Config) else drafter_sharding)(
-            model.config, model.mesh
-        )
+        sharding = target_sharding if isinstance(model.config, Glm5Config) else drafter_sharding
+        place = sharding(model.config, model.mesh)
     lay = functools.partial(_grid, place=place, choice=choice, free=free)
     for path, node in list(nnx.iter_modules(module)):
         if isinstance(node, Linear) and isinstance(node.kernel, PackedKernel):

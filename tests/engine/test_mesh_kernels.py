@@ -1,6 +1,6 @@
 """Kernel operations over meshes: each device runs the kernel on its own part, and the parts make the whole result.
 
-The kernels are interpreted, in a process with eight virtual devices (`mesh_ops_worker`). `test_meshes` runs whole models.
+The kernels are interpreted, in a process with eight virtual devices (`mesh_ops_worker`); `test_meshes` runs models.
 """
 
 import json

@@ -145,7 +145,7 @@ def test_axes_may_be_fewer_or_in_another_order(run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("target", ["few plain", "many plain", "many packed", "all packed", "odd packed"])
+@pytest.mark.parametrize("target", ["few plain", "few packed", "many plain", "many packed", "all packed", "odd packed"])
 def test_the_kernel_table_on_meshes(run, target):
     """Every operation by its reference, on each device's own part: the tokens and trees of one device in plain JAX."""
     asked = cases(target, ("none",), 2, GREEDY[:1])
