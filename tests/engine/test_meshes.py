@@ -154,11 +154,11 @@ def test_the_kernel_table_on_meshes(run, target):
     whole = [("drafter", "2x1")] + [("target", "2x1")] * (target == "odd packed")
     check(asked, results, (*DRAFTER_WHOLE, *whole))
     for case, result in zip(asked[1:], results[1:], strict=True):
-        weights, moved = (set(result["gathers"][kind]) for kind in ("weights", "gathered"))
+        weights, moved = (result["gathers"][kind] for kind in ("weights", "gathered"))
+        # Only activations, which are smaller than any large weight, go from device to device.
         large = [size for size in weights if size > 4096]
-        # Only activations, which are smaller, go from device to device.
-        assert not weights & moved and max(moved, default=0) < min(large, default=math.inf), case["mesh"]
-        assert bool(weights) and (bool(moved) or case["mesh"] == "2x1"), case["mesh"]
+        assert max(moved, default=0) < min(large, default=math.inf), case["mesh"]
+        assert weights and (moved or case["mesh"] == "2x1"), case["mesh"]
 
 
 @pytest.fixture(scope="module")
