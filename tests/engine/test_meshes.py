@@ -158,7 +158,7 @@ def test_the_kernel_table_on_meshes(run, target):
         # Only activations, which are smaller than any large weight, go from device to device.
         large = [size for size in weights if size > 4096]
         assert max(moved, default=0) < min(large, default=math.inf), case["mesh"]
-        assert weights and (moved or case["mesh"] == "2x1"), case["mesh"]
+        assert (weights and moved) or case["mesh"] == "2x1", case["mesh"]
 
 
 @pytest.fixture(scope="module")
