@@ -37,7 +37,7 @@ from ddtree_jax.bench import held_out_prompts
 from ddtree_jax.cluster import parse_mesh
 from ddtree_jax.engine import Engine, open_pair
 from ddtree_jax.models import make_mesh
-from ddtree_jax.pallas.choice import KERNELS
+from ddtree_jax.pallas.choice import ALL, KERNELS
 
 SECTIONS = ("tokens", "acceptance", "rounds", "load", "processes")
 SLICE, ALONE = "slice", "one device"
@@ -297,7 +297,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}")
     parser.add_argument("--pairs", default=f"demo,demo-nvfp4,{SLICE}", help="for tokens, acceptance and processes")
-    parser.add_argument("--kernels", choices=KERNELS, default=KERNELS[0], help="as for ddtree_jax.load")
+    parser.add_argument("--kernels", choices=KERNELS, default=ALL, help="as for ddtree_jax.load")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the slice")
     parser.add_argument("--small", action="store_true", help="a tiny slice and checkpoint, few rounds")
     parser.add_argument("--budget", type=int, default=16, help="for tokens, acceptance and processes")

@@ -16,6 +16,7 @@ from ddtree_jax.engine import Engine
 from ddtree_jax.models.cache import Cache, write_rows, write_states
 from ddtree_jax.models.dflash2 import PairProposal
 from ddtree_jax.models.glm5 import causal_mask
+from ddtree_jax.models.kernel_specs import commit_specs
 from ddtree_jax.models.pair import StaticModel, propose, propose_pairs
 from ddtree_jax.models.sharding import settle
 from ddtree_jax.pallas.choice import KernelChoice
@@ -415,7 +416,8 @@ def commit_in_place(kernels: KernelChoice, cache: Cache, rows: Any, node_ids: ja
     """Appends the first `counts[b]` rows that `node_ids` int32[B, D + 1] names; rows: leaves [R, B, N, width]."""
     kept = jnp.arange(node_ids.shape[1], dtype=jnp.int32)[None] < counts[:, None]
     committed = jnp.where(kept, node_ids, NO_NODE)
-    written = kernels.run("commit_rows", cache.rows, rows, committed, cache.lengths)
+    specs = commit_specs(counts.shape[0], kernels.mesh)
+    written = kernels.run("commit_rows", cache.rows, rows, committed, cache.lengths, specs=specs)
     return dataclasses.replace(cache, rows=written, lengths=cache.lengths + counts)
 
 

@@ -104,8 +104,9 @@ def load(
       dtype: "auto" (float32 on CPU, bfloat16 on GPU; what a converted target holds), "float32" or "bfloat16".
       mesh: None for one device, or a mesh from `ddtree_jax.make_mesh`: experts, heads and widths are split over it.
       kernels: "auto", the kernels of a GPU on which they have been run (Hopper; `ddtree-jax doctor` lists them); "all",
-        also where they have only been compiled (Blackwell); "reference", plain JAX, as it always is on a mesh. Greedy
-        tokens in float32 are the same. What runs on kernels cannot be saved.
+        also where they have only been compiled (Blackwell) or checked on CPUs (a mesh, where each device runs them on
+        its own part); "reference", plain JAX. Greedy tokens in float32 are the same. What runs on kernels cannot be
+        saved.
       allow_hybrid_unsafe: True admits branching trees on a target whose recurrent layers run in slot order: siblings
         then spoil each other's state, the output is no longer that of plain decoding, and the first such request
         warns (`errors.HybridStateWarning`). An error where nothing would read it: every target that this version

@@ -19,6 +19,7 @@ from flax import nnx
 from ddtree_jax.models.cache import Cache, StackedRows
 from ddtree_jax.models.config import DFlashConfig
 from ddtree_jax.models.dflash2 import BlockConv, CandidateSelector
+from ddtree_jax.models.kernel_specs import gqa_specs
 from ddtree_jax.models.layers import RMSNorm, einsum, masked_softmax, rope_angles, rope_half_split
 from ddtree_jax.models.linear import Linear, SwiGLU, merge_layer, split_stack
 from ddtree_jax.pallas.choice import KernelChoice
@@ -56,7 +57,8 @@ class DraftAttention(nnx.Module):
         if isinstance(context["k"], StackedRows):
             (lengths, inner), own, past = mask, self.keys_values(x, cos, sin), context["k"]
             args = (q, past.rows, context["v"].rows, past.layer, lengths, own["k"], own["v"], inner)
-            out = self.kernels.run("gqa_attention", *args, scale=self.head_dim**-0.5)
+            specs = gqa_specs(b, self.kernels.mesh)
+            out = self.kernels.run("gqa_attention", *args, scale=self.head_dim**-0.5, specs=specs)
             return self.o(out.reshape(b, t, -1))
         q = q.reshape(b, t, self.kv_heads, -1, self.head_dim)
         parts = [context, self.keys_values(x, cos, sin)]

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.models.cache import Cache, StackedRows
 from ddtree_jax.models.config import DENSE, FULL, Glm5Config
+from ddtree_jax.models.kernel_specs import indexer_specs, mla_specs, selection_specs
 from ddtree_jax.models.layers import (
     LayerNorm,
     RMSNorm,
@@ -303,6 +304,7 @@ class Attention(nnx.Module):
         mla = self.mla
         q = jnp.concatenate([einsum("bthn,chn->bthc", q_nope, mla.k_b[...]), q_rope], axis=-1)
         args, sizes = (q, past.rows, past.layer, block.lengths, latent), {"rank": mla.rank, "scale": mla.scale}
+        sizes["specs"] = mla_specs(q, self.kernels.mesh)
         if block.use_indexer:
             mixed = self.kernels.run("mla_attention_selected", *args, selection, **sizes)
         else:
@@ -317,7 +319,10 @@ class Attention(nnx.Module):
         if block.kernels:
             past = context["index_key"]
             args = (q, weights, past.rows, past.layer, block.lengths, keys, block.mask)
-            return self.kernels.run("select_top_k_indices", *self.kernels.run("indexer_scores", *args), self.index_topk)
+            batch, mesh = q.shape[0], self.kernels.mesh
+            scores = self.kernels.run("indexer_scores", *args, specs=indexer_specs(batch, mesh))
+            specs = selection_specs(batch, mesh)
+            return self.kernels.run("select_top_k_indices", *scores, k=self.index_topk, specs=specs)
         parts = [keys] if context is None else [context["index_key"], keys]
         scores = jnp.concatenate([self.indexer.scores(q, weights, part) for part in parts], axis=-1)
         return select_top_k(scores, block.visible, self.index_topk)

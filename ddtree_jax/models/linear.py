@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+from ddtree_jax.models.kernel_specs import product_specs
 from ddtree_jax.models.layers import einsum, truncated_init
 from ddtree_jax.models.quant import E2M1_VALUES, GROUP, dequantise
-from ddtree_jax.pallas.choice import KernelChoice
+from ddtree_jax.pallas.choice import KernelChoice, Specs
 from ddtree_jax.pallas.nvfp4_grid import GridWeight
 
 
@@ -67,14 +70,28 @@ class GridKernel(nnx.Module):
 
     weight: leading axes as in `GridWeight`: [R], if of stacked layers, then [E], if of experts.
     layer: int32[R], each layer's own index, in a loop over layers a scalar; None: not of stacked layers.
+    axes: the mesh axes over which experts, inputs and outputs are split. Each device's part is a grid of its own: `k`
+      and `width` of `weight` are those of a part, its arrays hold the parts side by side, and only `specs` and the
+      operations read them.
     """
 
-    def __init__(self, weight: GridWeight, layer: jax.Array | None, choice: KernelChoice):
+    def __init__(
+        self,
+        weight: GridWeight,
+        layer: jax.Array | None,
+        choice: KernelChoice,
+        axes: tuple[str | None, str | None, str | None] = (None, None, None),
+    ):
         self.words, self.scales = WholeParam(weight.words), WholeParam(weight.scales)
         self.factors = WholeParam(weight.factors)
         self.layer = None if layer is None else LayerIndex(layer)
         self.sizes = (weight.k, weight.parts, weight.width, weight.arrangement)
-        self.choice = choice
+        self.choice, self.axes = choice, axes
+
+    @property
+    def specs(self) -> GridWeight:
+        """The weight's place on the mesh: its arrays as `PartitionSpec`s."""
+        return grid_specs(self.weight, self.axes)
 
     @property
     def weight(self) -> GridWeight:
@@ -86,21 +103,37 @@ class GridKernel(nnx.Module):
     def multiply(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """[..., K] -> [..., parts, width], without the parts' axis where there is one."""
         rows = x.reshape(-1, x.shape[-1])
-        y = self.choice.run("nvfp4_matmul", rows, self.weight, self.index(), out_dtype=out_dtype or x.dtype)
+        _, contracted, width = self.axes
+        specs = product_specs(self.specs, contracted, (None, width))
+        args = ("nvfp4_matmul", rows, self.weight, self.index())
+        y = _run_product(self.choice, specs, args, out_dtype or x.dtype)
         tail = y.shape[2:] if self.sizes[1] == 1 else y.shape[1:]
         return y.reshape(*x.shape[:-1], *tail)
+
+
+def grid_specs(weight: GridWeight, axes: tuple[str | None, str | None, str | None]) -> GridWeight:
+    """The arrays of a weight as `PartitionSpec`s. axes: as in `GridKernel`."""
+    expert, contracted, width = axes
+    lead = (None,) * (len(weight.lead) - 1) + (expert,) if weight.lead else ()
+    blocks = PartitionSpec(*lead, width, contracted)
+    return dataclasses.replace(weight, words=blocks, scales=blocks, factors=PartitionSpec(*lead, width))
+
+
+def _run_product(choice: KernelChoice, specs: Specs, args: tuple, out_dtype: jnp.dtype) -> jax.Array:
+    """Sums over the mesh are float32, as those of one device are."""
+    return choice.run(*args, specs=specs, out_dtype=jnp.float32 if specs.sums else out_dtype).astype(out_dtype)
 
 
 class LayerKernel(nnx.Module):
     """A plain kernel of stacked layers [R, in, *out], read in place; `kernels.with_kernels` makes it of a parameter.
 
     layer: int32[R], each layer's own index, in a loop over layers a scalar.
+    axes: the mesh axes of [in, *out]; empty: not split.
     """
 
-    def __init__(self, values: jax.Array, choice: KernelChoice):
-        self.values = WholeParam(values)
-        self.layer = LayerIndex(jnp.arange(values.shape[0], dtype=jnp.int32))
-        self.choice = choice
+    def __init__(self, values: jax.Array, layer: jax.Array, choice: KernelChoice, axes: tuple[str | None, ...] = ()):
+        self.values, self.layer = WholeParam(values), LayerIndex(layer)
+        self.choice, self.axes = choice, axes or (None,) * (values.ndim - 1)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -110,7 +143,8 @@ class LayerKernel(nnx.Module):
         """[..., in] -> [..., *out]."""
         rows = x.reshape(-1, x.shape[-1])
         values, layer = self.values[...], self.layer[...]
-        y = self.choice.run("layer_matmul", rows, values, layer, out_dtype=out_dtype or x.dtype)
+        specs = product_specs(PartitionSpec(None, *self.axes), self.axes[0], self.axes[1:])
+        y = _run_product(self.choice, specs, ("layer_matmul", rows, values, layer), out_dtype or x.dtype)
         return y.reshape(*x.shape[:-1], *y.shape[1:])
 
 

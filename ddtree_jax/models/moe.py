@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ddtree_jax.models.config import Glm5Config
+from ddtree_jax.models.kernel_specs import local_expert_ids, moe_specs
 from ddtree_jax.models.layers import einsum, truncated_init
 from ddtree_jax.models.linear import GridKernel, SwiGLU, below, kernel_arrays, make_kernel, multiply, multiply_arrays
 from ddtree_jax.models.sharding import partition, target_dims
@@ -87,7 +88,7 @@ class MoE(nnx.Module):
 
     @property
     def _plain_on_kernels(self) -> bool:
-        return not self.dense and not self.any_packed and self.mesh is None and self.kernels.any
+        return not self.dense and not self.any_packed and self.kernels.any
 
     def __call__(self, x: jax.Array, repeat: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """The routed and the shared experts.
@@ -107,7 +108,7 @@ class MoE(nnx.Module):
         weights = self._normalised(jnp.where(chosen, scores, 0.0))
         if self.dense:
             routed = self._dense(flat, weights)
-        elif self._plain_on_kernels:
+        elif self._plain_on_kernels and self.mesh is None:
             routed = self._ragged(flat, chosen, weights, repeat)
         elif self.indexes_stack:
             routed = self._hit_experts(flat, chosen, weights, repeat)
@@ -133,9 +134,15 @@ class MoE(nnx.Module):
         weights = self._normalised(jnp.sum(jnp.where(one_hot, scores[:, None, :], 0.0), axis=-1))
         if isinstance(self.gate_up, GridKernel):
             kernels, layer = (self.gate_up.weight, self.down.weight), self.gate_up.index()
+            places, axes = (self.gate_up.specs, self.down.specs), self.down.axes[:2]
         else:
             kernels, layer = (PlainExperts(self.gate_up[...]), PlainExperts(self.down[...][..., None, :])), repeat
-        routed = self.kernels.run("moe", x, expert_ids, weights, *kernels, layer)
+            gate_up, down = self._expert_specs((self.gate_up[...],), (self.down[...],))
+            *lead, expert, width, _ = down[0]
+            places = PlainExperts(gate_up[0]), PlainExperts(PartitionSpec(*lead, expert, width))
+            axes = (expert, width)
+        expert_ids = local_expert_ids(expert_ids, chosen.shape[-1], axes[0], self.mesh)
+        routed = self.kernels.run("moe", x, expert_ids, weights, *kernels, layer, specs=moe_specs(*places, axes))
         return routed.astype(x.dtype), jnp.mean(chosen.astype(jnp.float32), axis=0)
 
     def _dense(self, x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -169,13 +176,7 @@ class MoE(nnx.Module):
             gate_up, down = (tuple(array[None] for array in arrays) for arrays in (gate_up, down))
         if self.mesh is None:
             return _loop_over_hit_experts(x, chosen, weights, repeat, gate_up, down).astype(x.dtype)
-        table = target_dims(self.config)
-
-        def specs(arrays: tuple[jax.Array, ...], name: str) -> tuple[PartitionSpec, ...]:
-            ways = table[f"mlp.experts.{name}"]
-            return tuple(PartitionSpec(None, *partition(ways, array.shape[1:], self.mesh)) for array in arrays)
-
-        gate_up_specs, down_specs = specs(gate_up, "gate_up"), specs(down, "down")
+        gate_up_specs, down_specs = self._expert_specs(gate_up, down)
         split = [axis for axis in (down_specs[0][1], down_specs[0][2]) if axis is not None]
         by_expert = PartitionSpec(None, down_specs[0][1])
 
@@ -191,6 +192,20 @@ class MoE(nnx.Module):
             return jax.lax.psum(part, split) if split else part
 
         return run(x, chosen, weights, repeat, gate_up, down).astype(x.dtype)
+
+    def _expert_specs(
+        self, gate_up: tuple[jax.Array, ...], down: tuple[jax.Array, ...]
+    ) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+        """The places of `kernel_arrays` [(R,) E, ...], an entry an axis."""
+        table = target_dims(self.config)
+
+        def specs(arrays: tuple[jax.Array, ...], name: str) -> tuple[PartitionSpec, ...]:
+            ways = table[f"mlp.experts.{name}"]
+            rank = len(ways[0])
+            found = ((a.ndim - rank, partition(ways, a.shape[a.ndim - rank :], self.mesh)) for a in arrays)
+            return tuple(PartitionSpec(*(None,) * lead, *(tuple(own) or (None,) * rank)) for lead, own in found)
+
+        return specs(gate_up, "gate_up"), specs(down, "down")
 
 
 def _loop_over_hit_experts(

@@ -88,6 +88,11 @@ def axis_size(mesh: Mesh | None, axis: str) -> int:
     return 1 if mesh is None else dict(mesh.shape).get(axis, 1)
 
 
+def heads_split(num_heads: int) -> Split:
+    """Attention heads go over TENSOR, whole heads to a device."""
+    return Split(TENSOR, num_heads)
+
+
 def _groups(width: int) -> int:
     """Pieces of a contracted width that packing allows: whole scale groups."""
     return width // GROUP if width % GROUP == 0 else 1
@@ -100,7 +105,7 @@ def target_dims(config: Glm5Config) -> dict[str, tuple[Dims, ...]]:
     would otherwise be summed over the mesh for every cached token.
     """
     c = config
-    heads = Split(TENSOR, c.num_attention_heads)
+    heads = heads_split(c.num_attention_heads)
     head_rows = Split(TENSOR, c.num_attention_heads if c.v_head_dim % GROUP == 0 else 1)
     vocab, hidden = Split(TENSOR, c.vocab_size), Split(TENSOR, _groups(c.hidden_size))
     experts, expert_width = Split(EXPERT, c.n_routed_experts), Split(TENSOR, _groups(c.moe_intermediate_size))
@@ -126,7 +131,7 @@ def target_dims(config: Glm5Config) -> dict[str, tuple[Dims, ...]]:
 def drafter_dims(config: Any) -> dict[str, tuple[Dims, ...]]:
     """The same for a drafter: query heads and MLP widths; the rest is small and replicated."""
     c = config
-    heads = Split(TENSOR, c.num_attention_heads)
+    heads = heads_split(c.num_attention_heads)
     width = Split(TENSOR, _groups(c.intermediate_size))
     return {
         "attention.q.kernel": ((None, heads),),

@@ -68,7 +68,7 @@ def vocab_topk(logits: jax.Array, k: int, *, implementation: str | KernelChoice 
     logits = _checked(logits, k)
     if not isinstance(implementation, str):
         if implementation.any:
-            return implementation.run("vocab_topk", logits, k)
+            return implementation.run("vocab_topk", logits, k=k)
         implementation = "auto"
     return _vocab_topk(logits, k, implementation)
 

@@ -6,24 +6,34 @@ A process of its own, as the number of devices is fixed before JAX starts:
 
 REQUEST is JSON: {"folder": where targets may be written, "cache": folder of compiled programs, "cases": [case, ...]}; a
 case is {"target": one of TARGETS, "mesh": one of MESHES, "batch": n, "runs": [[algorithm, budget, temperature], ...]},
-with "loop" for the device loop as well, with "grammar" for constrained requests, with "serve" for the server's slots.
+with "loop" for the device loop as well, with "grammar" for constrained requests, with "serve" for the server's slots,
+with "kernels" on the operations of the kernel table, each by its reference, with "gathers" for what a round gathers.
 """
 
 import dataclasses
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import ddtree_jax
 from ddtree_jax import decoding
+from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.models.folders import Opened, open_drafter, open_target
+from ddtree_jax.models.kernels import with_kernels
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import drafter_tensors, target_tensors
 from ddtree_jax.models.sharding import EXPERT, TENSOR
+from ddtree_jax.pallas.api import OPS
+from ddtree_jax.pallas.backend import INTERPRETED
+from ddtree_jax.pallas.choice import KernelChoice
+from ddtree_jax.profiling import random_state
 from ddtree_jax.safetensors_files import write_json
 from tests.engine.checkpoint_files import write_checkpoint
 from tests.engine.conftest import DRAFTER, TARGET, text_tokenizer
@@ -56,6 +66,8 @@ MESHES = {
     "none": None,
     "2x4": ((EXPERT, TENSOR), (2, 4)),
     "1x8": ((EXPERT, TENSOR), (1, 8)),
+    "1x2": ((EXPERT, TENSOR), (1, 2)),
+    "2x1": ((EXPERT, TENSOR), (2, 1)),
     "8x1": ((EXPERT, TENSOR), (8, 1)),
     "tensor alone": ((TENSOR,), (4,)),
     "swapped": ((TENSOR, EXPERT), (4, 2)),
@@ -143,6 +155,10 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         "runs": [],
         "again": 0,
     }
+    if case.get("kernels"):
+        engine = on_kernels(engine)
+    if case.get("gathers"):
+        out["gathers"] = gathers(engine, case["batch"])
     for algorithm, budget, temperature in case["runs"]:
         vocab = opened.config.vocab_size
         out["runs"].append(stream(engine, prompts(case["batch"], 0, vocab), algorithm, budget, temperature))
@@ -166,6 +182,24 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     if case.get("serve"):
         out["serve"] = served(dataclasses.replace(engine, tokenizer=text_tokenizer()))
     return out
+
+
+def on_kernels(engine: Any) -> Any:
+    choice = KernelChoice(INTERPRETED, tuple((name, "reference") for name in OPS))
+    models = {name: with_kernels(getattr(engine, name), choice, free=True) for name in ("target", "drafter")}
+    return dataclasses.replace(engine, compiled=set(), warned=set(), **models)
+
+
+def gathers(engine: Any, batch: int) -> dict[str, Any]:
+    """Elements of each weight of which a device holds a part, and of each array that a round gathers."""
+    plan, weights = decoding.make_plan(engine, SpeculativeAlgorithm.DDTREE, 6, "greedy")
+    state, sampling = random_state(engine, plan, weights, batch, 5, 8)
+    program = decoding.round_step.lower(plan, weights, state, sampling, jnp.zeros((0,), jnp.int32)).compile()
+    leaves = [leaf for model in (engine.target, engine.drafter) for leaf in model.arrays]
+    split = {leaf.size // stacked for leaf in leaves if not leaf.is_fully_replicated for stacked in (1, leaf.shape[0])}
+    found = re.findall(r"= ([^=]*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
+    shapes = [shape for result in found for shape in re.findall(r"\w\[([\d,]*)\]", result)]
+    return {"weights": sorted(split), "gathered": sorted({math.prod(map(int, s.split(","))) for s in shapes if s})}
 
 
 def served(engine: Any) -> list[list[int]]:

@@ -159,6 +159,6 @@ def test_choice_by_name(monkeypatch):
     monkeypatch.setattr(choice_module, "current_platform", lambda: H200)
     assert choose_kernels("auto") == choose_kernels("all") == KernelChoice(H200)
     assert choose_kernels("reference") == choose_kernels("auto", split=True) == KernelChoice()
+    assert choose_kernels("all", split=True) == KernelChoice(H200)
     monkeypatch.setattr(choice_module, "current_platform", lambda: B200)  # where no kernel has ever run
     assert choose_kernels("auto") == KernelChoice() and choose_kernels("all") == KernelChoice(B200)
-    assert choose_kernels("all", split=True) == KernelChoice()

@@ -1,6 +1,7 @@
 """Meshes: the same tokens and the same trees as on one device, parameters really split, nothing compiled twice."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -140,6 +141,24 @@ def test_batches_that_the_expert_axis_does_not_divide(run, target, batch):
 def test_axes_may_be_fewer_or_in_another_order(run):
     asked = cases("many packed", ("none", "tensor alone", "swapped"), 2, GREEDY[:1])
     check(asked, run(asked), DRAFTER_WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("target", ["few plain", "few packed", "many plain", "many packed", "all packed", "odd packed"])
+def test_the_kernel_table_on_meshes(run, target):
+    """Every operation by its reference, on each device's own part: the tokens and trees of one device in plain JAX."""
+    asked = cases(target, ("none",), 2, GREEDY[:1])
+    asked += cases(target, ("2x4", "1x2", "2x1"), 2, GREEDY[:1], kernels=True, gathers=True)
+    results = run(asked)
+    whole = [("drafter", "2x1")] + [("target", "2x1")] * (target == "odd packed")
+    check(asked, results, (*DRAFTER_WHOLE, *whole))
+    for case, result in zip(asked[1:], results[1:], strict=True):
+        weights, moved = (result["gathers"][kind] for kind in ("weights", "gathered"))
+        # Only activations, which are smaller than any large weight, go from device to device.
+        large = [size for size in weights if size > 4096]
+        assert max(moved, default=0) < min(large, default=math.inf), case["mesh"]
+        assert (weights and moved) or case["mesh"] == "2x1", case["mesh"]
 
 
 @pytest.fixture(scope="module")

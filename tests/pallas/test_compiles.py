@@ -4,7 +4,10 @@ This shows that code is generated: neither that its numbers are right nor that i
 """
 
 import concurrent.futures
+import json
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -143,3 +146,20 @@ def test_versions_are_those_of_the_folder(controls):
     for report in controls.values():
         assert report.versions["jax"] == report.versions["jax-cuda13-plugin"] == jax.__version__
         assert {"nvidia-cuda-nvcc", "nvidia-nvvm"} <= set(report.versions)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_kernels_compile_for_two_gpus(compilers, platform, tmp_path):
+    """Each runs on its own part: nothing but the sums goes from one to the other, and caches are written in place."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pallas.compile_mesh", platform],
+        env=compile_check._environment(compilers, str(tmp_path)),
+        cwd=pathlib.Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 5 and all(program["kernels"] for program in found.values()), found
+    sums = {op for op, program in found.items() if program["moves"]}
+    assert sums == {"layer_matmul", "moe"} and all(found[op]["moves"] == ["all-reduce"] for op in sums), found
