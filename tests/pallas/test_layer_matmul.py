@@ -45,7 +45,7 @@ def test_against_float64(rows, k, out, out_dtype, name):
     assert error(found, x, weights) <= (3e-3 if out_dtype == jnp.bfloat16 else 1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(rows=st.integers(1, 40), steps=st.integers(1, 6), columns=st.integers(1, 70), splits=st.sampled_from([1, 2, 3]))
 def test_any_tiles(rows, steps, columns, splits):
     x, weights = draw(rows, 16 * steps * splits, (columns,))

@@ -1,5 +1,6 @@
 """The table of operations and cases, and what may be chosen from it."""
 
+import functools
 import pathlib
 
 import jax
@@ -79,9 +80,17 @@ def test_on_hopper_a_kernel_serves_every_case_but_these():
     """So that what a test skips where no kernel serves cannot hide one."""
     registry = load_registry()
     for case in registry.cases:
-        op = registry.ops[case.op]
-        reasons = op.explain(*jax.eval_shape(case.make, jax.random.key(0)), platform=H200, **case.static)
-        served = any(reasons[name] is None for name in op.names(H200) if name != REFERENCE)
+        op, shapes = registry.ops[case.op], jax.eval_shape(case.make, jax.random.key(0))
+
+        def serves(name, op=op, case=case, shapes=shapes):
+            run = functools.partial(op, implementation=name, platform=H200, **case.static)
+            try:
+                jax.eval_shape(run, *shapes)
+            except NotImplementedError:
+                return False
+            return True
+
+        served = any(serves(name) for name in op.names(H200) if name != REFERENCE)
         left = case.op in ("nvfp4_w4a4_matmul", "vocab_argmax") or "converted by hardware" in case.name
         many = case.op == "nvfp4_matmul" and "256 rows" in case.name
-        assert served != (left or many), (case.name, reasons)
+        assert served != (left or many), case.name
