@@ -70,6 +70,19 @@ def require_kernels(platform: Platform) -> None:
         raise NotImplementedError(f"needs a GPU of compute capability 9.0, 10.0 or 12.0; this is {found}")
 
 
+def require_mosaic() -> None:
+    """NotImplementedError where this JAX has no Mosaic GPU."""
+    try:
+        import jax.experimental.pallas.mosaic_gpu  # noqa: F401
+    except ImportError as error:
+        raise NotImplementedError(f"Mosaic GPU cannot be imported: {error}") from None
+
+
+def largest_divisor(n: int, most: int) -> int:
+    """Of n, at most `most`: how many programs can share n steps evenly."""
+    return max(d for d in range(1, most + 1) if n % d == 0)
+
+
 def triton_call(
     kernel: Callable[..., None],
     *,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import HOPPER, Platform
+from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.gqa_mosaic_compute import ROWS, WIDTH, Compute, Schedule, Sizes
 from ddtree_jax.pallas.split_attention import Tiles, cdiv, merge, num_splits
 
@@ -49,10 +49,7 @@ def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Pla
     if schedule.slots % 2:
         # Every other tile is a warpgroup's own where both have the same rows, and so must be every other slot.
         raise NotImplementedError(f"{schedule.slots} slots: an even number only")
-    try:
-        import jax.experimental.pallas.mosaic_gpu  # noqa: F401
-    except ImportError as error:
-        raise NotImplementedError(f"Mosaic GPU cannot be imported: {error}") from None
+    require_mosaic()
 
 
 def gqa_mosaic(

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.split_attention import LOG2_E, cdiv, check_registers
+from ddtree_jax.pallas.split_attention import LOG2_E, LOWEST, cdiv, check_registers
 
 WIDTH = 128  # of a head
 ROWS = 64  # of a row tile: the M side of wgmma
-_LOWEST = -1e30  # as in split_attention: finite, so that -inf - _LOWEST is no NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Compute:
         cast, wgmma = self.plgpu.layout_cast, self.plgpu.Layout.WGMMA
         empty = (
             cast(jnp.zeros((ROWS, WIDTH), jnp.float32), wgmma),
-            cast(jnp.full((ROWS,), _LOWEST, jnp.float32), self.down),
+            cast(jnp.full((ROWS,), LOWEST, jnp.float32), self.down),
             cast(jnp.zeros((ROWS,), jnp.float32), self.down),
         )
 

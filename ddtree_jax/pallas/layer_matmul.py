@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import Platform, dot, load, require_kernels, store, triton_call
+from ddtree_jax.pallas.backend import Platform, dot, largest_divisor, load, require_kernels, store, triton_call
 
 MAX_ROWS = 128  # in a kernel call; with more, copying the weights is little beside the products
 
@@ -52,14 +52,10 @@ def choose_tiles(rows: int, k: int, columns: int, platform: Platform) -> Tiles:
         tile_rows,
         wide,
         depth,
-        splits=_divisor(k // depth, min(most, max(1, k // depth // 4))),
+        splits=largest_divisor(k // depth, min(most, max(1, k // depth // 4))),
         num_warps=8 if tile_rows == 128 else 4,
         num_stages=2 if small else 4,
     )
-
-
-def _divisor(n: int, most: int) -> int:
-    return max(d for d in range(1, most + 1) if n % d == 0)
 
 
 def layer_matmul_reference(

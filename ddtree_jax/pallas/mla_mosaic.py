@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import HOPPER, Platform
+from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.mla_mosaic_compute import (
     HALF,
     HALVES,
@@ -63,10 +63,7 @@ def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
         raise NotImplementedError(f"{q.shape[1]} rows of {q.shape[2]} heads: a multiple of {TILE} heads only")
     if cache.shape[2] % _ALIGN:
         raise NotImplementedError(f"a cache of {cache.shape[2]} slots: a multiple of {_ALIGN} only")
-    try:
-        import jax.experimental.pallas.mosaic_gpu  # noqa: F401
-    except ImportError as error:
-        raise NotImplementedError(f"Mosaic GPU cannot be imported: {error}") from None
+    require_mosaic()
 
 
 def mla_mosaic(

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.split_attention import LOG2_E, cdiv, check_registers
+from ddtree_jax.pallas.split_attention import LOG2_E, LOWEST, cdiv, check_registers
 
 RANK, ROPE = 512, 64
 TILE = 64  # query rows, and keys: the M side of wgmma, and what two slots of shared memory hold
 HALF = RANK // 2
 SLOTS = 2
-_LOWEST = -1e30  # as in split_attention: finite, so that -inf - _LOWEST is no NaN
 # Pieces of a row by their first column and width, in the order in which a slot becomes free.
 PIECES = {"left": (0, HALF), "rope": (RANK, ROPE), "right": (HALF, HALF)}
 HALVES = ("left", "right")
@@ -89,7 +88,7 @@ class Compute:
         cast = self.plgpu.layout_cast
         return (
             cast(jnp.zeros((TILE, HALF), jnp.float32), self.plgpu.Layout.WGMMA),
-            cast(jnp.full((TILE,), _LOWEST, jnp.float32), self.down),
+            cast(jnp.full((TILE,), LOWEST, jnp.float32), self.down),
             cast(jnp.zeros((TILE,), jnp.float32), self.down),
         )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import Platform, require_kernels, store, triton_call
+from ddtree_jax.pallas.backend import Platform, largest_divisor, require_kernels, store, triton_call
 from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP, GridWeight, decode_grid, part_factors, prepare_rows
 from ddtree_jax.pallas.nvfp4_kernel import accumulate, require_arrangement, restore
 
@@ -51,19 +51,15 @@ class Tiles:
 def choose_tiles(rows: int, num_blocks: int, num_steps: int, platform: Platform) -> Tiles:
     """The tile table, measured on one H200 (benchmarks/RESULTS.md)."""
     # Three programs a multiprocessor, which is what there is room for, if the steps can be shared out so.
-    splits = _divisor(num_steps, max(1, min(12, 3 * max(platform.cores, 1) // num_blocks)))
+    splits = largest_divisor(num_steps, max(1, min(12, 3 * max(platform.cores, 1) // num_blocks)))
     small = platform.shared_memory < 200_000
     if rows <= 2:
-        return Tiles(rows, splits=_divisor(num_steps, max(2, 2 * splits)), weights_first=True)
+        return Tiles(rows, splits=largest_divisor(num_steps, max(2, 2 * splits)), weights_first=True)
     if rows <= 16:
         return Tiles(16, splits=splits, join=4)
     if rows <= 32:
         return Tiles(32, splits=splits, num_stages=2 if small else 3, join=4)
     return Tiles(64, splits=splits, weights_first=True, num_stages=2)
-
-
-def _divisor(n: int, most: int) -> int:
-    return max(d for d in range(1, most + 1) if n % d == 0)
 
 
 def nvfp4_matmul_reference(

@@ -22,7 +22,7 @@ from ddtree_jax.pallas.backend import Platform, dot, load, store, triton_call
 
 LOG2_E = math.log2(math.e)
 # The running maximum starts finite: masked scores are -inf, and -inf - -inf would be NaN.
-_LOWEST = -1e30
+LOWEST = -1e30
 # Elements that one block of the merge has in flight, unless a single row has more; bytes that a warp of it has.
 _MOST_MERGED, _WARP_BYTES = 16384, 16384
 # Blocks of the merge for each core: it waits for memory and little else, so small ones that start together are best.
@@ -131,7 +131,7 @@ class State(NamedTuple):
 
 def empty_state(rows: int, width: int) -> State:
     return State(
-        jnp.full((rows,), _LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, width), jnp.float32)
+        jnp.full((rows,), LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, width), jnp.float32)
     )
 
 
@@ -236,7 +236,7 @@ def _merge_kernel(
         for i, mask in enumerate(given)
     ]
     logs = [
-        load(weights_ref.at[jnp.int32(i), batch, *log_at], mask=mask, other=2 * _LOWEST) for i, mask in enumerate(given)
+        load(weights_ref.at[jnp.int32(i), batch, *log_at], mask=mask, other=2 * LOWEST) for i, mask in enumerate(given)
     ]
     top = logs[0]
     for log in logs[1:]:

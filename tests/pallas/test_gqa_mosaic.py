@@ -15,11 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
-from ddtree_jax.pallas.cases import tree_attention as cases
 from ddtree_jax.pallas.gqa_mosaic import gqa_mosaic
 from ddtree_jax.pallas.gqa_mosaic_compute import Schedule
+from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache, draw_trees
 
-WIDTH, LAYERS, LAYER, SCALE = 128, 2, 1, 0.07
+WIDTH = 128
 SCHEDULES = {
     "8 splits": Schedule(splits=8),
     "5 splits": Schedule(splits=5),
@@ -30,25 +30,11 @@ SCHEDULES = {
 }
 
 
-def draw(rng, *shape):
-    return np.array(jnp.asarray(rng.normal(size=shape), jnp.bfloat16))
-
-
 def make(lengths, t, slots, *, heads=4, kv_heads=1):
-    """Arguments with NaN wherever a call for LAYER must not read, and a tree whose last row sees only itself."""
     rng, b = np.random.default_rng(), len(lengths)
-    caches = [draw(rng, LAYERS, b, slots, kv_heads * WIDTH) for _ in range(2)]
-    for cache in caches:
-        cache[np.arange(LAYERS) != LAYER] = np.nan
-        for i, n in enumerate(lengths):
-            cache[LAYER, i, n:] = np.nan
-    mask = np.zeros((b, t, t), bool)
-    for i in range(b):
-        for row in range(t):
-            if 0 < row < max(t - 1, 2):
-                mask[i, row] = mask[i, rng.integers(0, row)]
-            mask[i, row, row] = True
+    caches = [draw_cache(rng, lengths, slots, kv_heads * WIDTH) for _ in range(2)]
     news = [draw(rng, b, t, kv_heads * WIDTH) for _ in range(2)]
+    mask = draw_trees(rng, b, t)
     return draw(rng, b, t, heads, WIDTH), *caches, np.asarray(lengths, np.int32), *news, mask
 
 
@@ -176,14 +162,6 @@ def test_it_runs_only_when_named():
     assert "mosaic" in op.implementations
     # Not on Hopper either: it has not been faster than Triton there yet.
     assert all("mosaic" not in op.names(platform) for platform in (H200, B200, RTX_PRO_6000, HOST))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in cases.CASES if c.op == "gqa_attention" and "64k" not in c.name])
-def test_cases_on_the_gpu(case):
-    arrays = jax.jit(case.make)(jax.random.key(1))
-    run = functools.partial(gqa_mosaic, platform=current_platform(), **case.static)
-    assert case.check(arrays, jax.jit(run)(*arrays)) <= case.tolerance
 
 
 @pytest.mark.gpu

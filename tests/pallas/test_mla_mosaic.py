@@ -18,8 +18,9 @@ from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_600
 from ddtree_jax.pallas.cases import tree_attention as cases
 from ddtree_jax.pallas.mla_mosaic import _block_rows, mla_mosaic
 from ddtree_jax.pallas.mla_mosaic_compute import RANK, ROPE, Schedule
+from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache, draw_trees
 
-HEADS, LAYERS, LAYER, SCALE = 64, 2, 1, 0.07
+HEADS = 64
 SCHEDULES = {
     "twice": Schedule(seesaw=False, splits=2),
     "twice, one split": Schedule(seesaw=False, splits=1),
@@ -29,23 +30,9 @@ SCHEDULES = {
 ALL = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
 
-def draw(rng, *shape):
-    return np.array(jnp.asarray(rng.normal(size=shape), jnp.bfloat16))
-
-
 def make(lengths, t, slots):
-    """Arguments with NaN wherever a call for LAYER must not read, and a tree whose last row sees only itself."""
     rng, b = np.random.default_rng(), len(lengths)
-    cache = draw(rng, LAYERS, b, slots, RANK + ROPE)
-    cache[np.arange(LAYERS) != LAYER] = np.nan
-    for i, n in enumerate(lengths):
-        cache[LAYER, i, n:] = np.nan
-    mask = np.zeros((b, t, t), bool)
-    for i in range(b):
-        for row in range(t):
-            if 0 < row < max(t - 1, 2):
-                mask[i, row] = mask[i, rng.integers(0, row)]
-            mask[i, row, row] = True
+    cache, mask = draw_cache(rng, lengths, slots, RANK + ROPE), draw_trees(rng, b, t)
     return draw(rng, b, t, HEADS, RANK + ROPE), cache, np.asarray(lengths, np.int32), draw(rng, b, t, RANK + ROPE), mask
 
 
