@@ -2,8 +2,8 @@
 
 A row tile is 64 query rows of a KV head: 64 / group block rows of each head of its group, one head behind the other,
 as TMA can gather them from [B, T, Hq, 128]. A block of threads takes two row tiles and one split of the keys, so that
-the keys are read once for 128 rows; where there is one row tile only, its two computing warpgroups take every other key
-tile. A third warpgroup copies the tiles of keys and values.
+the keys are read once for 128 rows; for the last one of an odd number of row tiles its two computing warpgroups take
+every other key tile of twice as long a split. A third warpgroup copies the tiles of keys and values.
 
 Parts of the splits are merged by the Triton kernel that serves the other attention kernels: a merge through the shared
 memory of a cluster of splits took 20 us on an H200 where that kernel takes 3.
@@ -24,10 +24,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
-from ddtree_jax.pallas.gqa_mosaic_compute import ROWS, WIDTH, Compute, Schedule, Sizes
+from ddtree_jax.pallas.gqa_mosaic_compute import KEYS, ROWS, WIDTH, Compute, Schedule, Sizes
 from ddtree_jax.pallas.split_attention import Tiles, cdiv, merge, num_splits
 
 _GROUPS = (1, 2, 4, 8)  # heads of a group: a row tile holds multiples of 8 rows of each
+# Measured on an H200: tiles that the masked one of a block costs, and what a block of threads costs besides its own.
+_BLOCK_WORK, _START_WORK = 2, 6
 
 
 def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Platform) -> None:
@@ -44,8 +46,8 @@ def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Pla
         raise NotImplementedError(f"scale {scale}: maxima are taken before it")
     if not q.shape[1]:
         raise NotImplementedError("a block without rows")
-    if k_cache.shape[2] < schedule.keys:
-        raise NotImplementedError(f"a cache of {k_cache.shape[2]} slots: {schedule.keys} or more only")
+    if k_cache.shape[2] < KEYS:
+        raise NotImplementedError(f"a cache of {k_cache.shape[2]} slots: {KEYS} or more only")
     if schedule.slots % 2:
         # Every other tile is a warpgroup's own where both have the same rows, and so must be every other slot.
         raise NotImplementedError(f"{schedule.slots} slots: an even number only")
@@ -66,11 +68,17 @@ def gqa_mosaic(
     b, t, heads, _ = q.shape
     width = k_cache.shape[3]
     kv_heads = width // WIDTH
-    block_tiles = cdiv(t, schedule.keys)
-    tiles = Tiles(ROWS, schedule.keys, schedule.keys, num_warps=4, num_stages=1, splits=schedule.splits, merge_rows=8)
+    block_tiles = cdiv(t, KEYS)
+    key_tiles = cdiv(k_cache.shape[2], KEYS) + block_tiles
     sizes = Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1)
-    key_tiles = cdiv(k_cache.shape[2], schedule.keys) + block_tiles
-    splits = num_splits(tiles, query_tiles=sizes.tiles * kv_heads * b, key_tiles=key_tiles, platform=platform)
+    # What is chosen is the number of splits of a tile that is alone, or of a pair.
+    each = 1 + sizes.row_tiles % 2
+    tiles = Tiles(
+        ROWS, KEYS, KEYS, num_warps=4, num_stages=1, start=_START_WORK, merge_rows=8,
+        splits=None if schedule.splits is None else cdiv(schedule.splits, each),
+    )  # fmt: skip
+    blocks = dataclasses.replace(sizes, splits=each).units * kv_heads * b
+    splits = each * num_splits(tiles, query_tiles=blocks, key_tiles=key_tiles // each, platform=platform)
     sizes = dataclasses.replace(sizes, splits=splits)
     pad = cdiv(t, 8) * 8
     if platform.interpret:
@@ -78,8 +86,8 @@ def gqa_mosaic(
 
         interpret = plgpu.InterpretGPUParams() if interpret is None else interpret
         # TMA fills what lies beyond an array with zeros; the interpreter does not.
-        pad = max(2 * sizes.tiles * sizes.part, block_tiles * schedule.keys)
-    seen = jnp.pad(mask.astype(q.dtype), ((0, 0), (0, 0), (0, block_tiles * schedule.keys - t)))
+        pad = max(sizes.row_tiles * sizes.part, block_tiles * KEYS)
+    seen = jnp.pad(mask.astype(q.dtype), ((0, 0), (0, 0), (0, block_tiles * KEYS - t)))
     block, firsts = (q.reshape(b, t, -1), new_k, new_v, seen), (0, 0, 0, 0)
     if pad != t:
         # TMA takes tiles of 8 rows, and there may be 17: one array of whole tiles, as each kernel costs a launch.
@@ -89,10 +97,10 @@ def gqa_mosaic(
         sizes=sizes, firsts=firsts, schedule=schedule, scale=scale, interpret=interpret if platform.interpret else None
     )
     values, weights = run(layer.reshape(1), lengths, *block, k_cache.reshape(-1, width), v_cache.reshape(-1, width))
-    parts = values.reshape(sizes.sources, b, -1, WIDTH), weights.reshape(sizes.sources, b, -1)
+    parts = values.reshape(splits, b, -1, WIDTH), weights.reshape(splits, b, -1)
     out = merge(
         lengths, parts, q.dtype, name="gqa_merge", tiles=tiles, platform=platform, block_tiles=block_tiles,
-        active=lambda length: jnp.int32(sizes.sources), rows=t * heads, place=sizes.place,
+        active=lambda length: jnp.int32(splits), rows=t * heads, place=sizes.place,
     )  # fmt: skip
     return out.reshape(b, t, heads, WIDTH)
 
@@ -102,32 +110,43 @@ def _kernel(
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """(layer [1], lengths, queries, keys, values and mask of the block, caches [R * B * S, Hkv * 128]) -> parts.
 
-    Values, bf16 [sources * B * Hkv * row tiles * 64, 128], and weights, float32 of the same rows. Arrays of the block
+    Values, bf16 [splits * B * Hkv * row tiles * 64, 128], and weights, float32 of the same rows. Arrays of the block
     are bf16 [B, T, ...] with whole tiles of 8 rows; `firsts`: where each begins in a row, in heads. The mask is 0 or 1.
     """
     # Where kernels are built only: it costs an import of a second that other platforms need not pay.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    s, keys, slots = sizes, schedule.keys, schedule.slots
-    block_tiles = cdiv(s.block, keys)
-    readers = 2 if s.pairs else 1
+    s, slots = sizes, schedule.slots
+    block_tiles = cdiv(s.block, KEYS)
 
     def body(
         layer_ref, lengths_ref, q_ref, new_k_ref, new_v_ref, mask_ref, k_ref, v_ref, values_ref, weights_ref, shared
     ):
-        tile, head, b = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("batch")
-        split = lax.axis_index("split")
+        unit, head, b = lax.axis_index("unit"), lax.axis_index("head"), lax.axis_index("batch")
+        # Pairs of the same keys come first: those that run together read them from the L2 cache.
+        paired = s.pairs * s.splits
+        alone = unit >= paired
+        split = jnp.where(alone, unit - paired, unit // max(s.pairs, 1))
+        splits = jnp.where(alone, s.splits // 2, s.splits)
         length = lengths_ref[b]
-        prefix_tiles = cdiv(length, keys)
-        total = prefix_tiles + block_tiles
-        first = split * total // s.splits
-        steps = (split + 1) * total // s.splits - first
+        prefix_tiles = cdiv(length, KEYS)
+        work = prefix_tiles + _BLOCK_WORK * block_tiles
+
+        def begin(split):
+            at = split * work // splits
+            return jnp.minimum(at, prefix_tiles) + jnp.maximum(at - prefix_tiles, 0) // _BLOCK_WORK
+
+        first = begin(split)
+        steps = begin(split + 1) - first
         group = lax.axis_index("group")
         columns = pl.ds(head * WIDTH, WIDTH)
 
         def start_of(step):
             """Row of the prefix where a tile is read: the last one of the cache may overlap the one before."""
-            return jnp.minimum(step * keys, s.slots - keys)
+            return jnp.minimum(step * KEYS, s.slots - KEYS)
+
+        def row_tile(which):
+            return jnp.where(alone, s.row_tiles - 1, unit % max(s.pairs, 1) * 2 + which)
 
         @pl.when(group == 2)
         def _copy():
@@ -135,8 +154,8 @@ def _kernel(
 
             def gather(ref, columns, into, barrier):
                 """The rows of each row tile, those of the first head of the group first."""
-                for which in range(readers):
-                    at = pl.ds((tile * 2 + which) * s.part, s.part)
+                for which in range(2):
+                    at = pl.ds(row_tile(which) * s.part, s.part)
                     for g in range(s.group):
                         rows = into.at[which, pl.ds(g * s.part, s.part)]
                         plgpu.copy_gmem_to_smem(ref.at[b, at, columns(g)], rows, barrier)
@@ -162,11 +181,11 @@ def _kernel(
 
                     @pl.when(step < prefix_tiles)
                     def _prefix(ref=ref, into=into, full=full):
-                        plgpu.copy_gmem_to_smem(ref.at[pl.ds(cached + start_of(step), keys), columns], into, full)
+                        plgpu.copy_gmem_to_smem(ref.at[pl.ds(cached + start_of(step), KEYS), columns], into, full)
 
                     @pl.when(step >= prefix_tiles)
                     def _block(new_ref=new_ref, before=before, into=into, full=full):
-                        at = pl.ds((step - prefix_tiles) * keys, keys)
+                        at = pl.ds((step - prefix_tiles) * KEYS, KEYS)
                         own = pl.ds((before + head) * WIDTH, WIDTH)
                         plgpu.copy_gmem_to_smem(new_ref.at[b, at, own], into, full)
 
@@ -176,8 +195,9 @@ def _kernel(
                     def _wait():
                         plgpu.barrier_wait(shared["used"])
 
-                    column = firsts[3] * WIDTH + (step - prefix_tiles) * keys
-                    gather(mask_ref, lambda g: pl.ds(column, keys), shared["mask"], shared["seen"])
+                    column = firsts[3] * WIDTH + (step - prefix_tiles) * KEYS
+                    seen = shared["seen"].at[lax.rem(i, jnp.int32(2))]
+                    gather(mask_ref, lambda g: pl.ds(column, KEYS), shared["mask"], seen)
 
                 return carry
 
@@ -190,11 +210,11 @@ def _kernel(
             plgpu.barrier_wait(shared["asked"])
             compute = Compute(
                 plgpu, group, shared, s, schedule, scale, interpret is not None,
-                first=first, length=length, start_of=start_of,
+                alone=alone, first=first, length=length, start_of=start_of,
             )  # fmt: skip
             acc, weight = compute.normalised(*compute.run(steps))
-            source, row_tile = (split, tile * 2 + group) if s.pairs else (2 * split + group, 0)
-            at = (((source * s.batch + b) * s.kv_heads + head) * s.stored + row_tile) * ROWS
+            part = jnp.where(alone, 2 * split + group, split)
+            at = (((part * s.batch + b) * s.kv_heads + head) * s.row_tiles + row_tile(group)) * ROWS
             out = shared["out"].at[group]
             out[...] = acc.astype(jnp.bfloat16)
             plgpu.commit_smem()
@@ -207,29 +227,28 @@ def _kernel(
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
     shared = {
-        "q": tiled(readers, ROWS, WIDTH),
-        "k": tiled(slots, keys, WIDTH),
-        "v": tiled(slots, keys, WIDTH),
+        "q": tiled(2, ROWS, WIDTH),
+        "k": tiled(slots, KEYS, WIDTH),
+        "v": tiled(slots, KEYS, WIDTH),
         "out": tiled(2, ROWS, WIDTH),
-        "mask": tiled(readers, ROWS, keys),
-        "broken": plgpu.SMEM((slots, keys), jnp.float32),
-        "asked": plgpu.Barrier(num_arrivals=readers * s.group),
+        "mask": tiled(2, ROWS, KEYS),
+        "broken": plgpu.SMEM((slots, KEYS), jnp.float32),
+        "asked": plgpu.Barrier(num_arrivals=2 * s.group),
         "full": {name: plgpu.Barrier(num_barriers=slots) for name in "kv"},
-        "free": {name: plgpu.Barrier(num_arrivals=readers, num_barriers=slots) for name in "kv"},
+        "free": {name: plgpu.Barrier(num_arrivals=2, num_barriers=slots) for name in "kv"},
         "clean": plgpu.Barrier(num_barriers=slots),
-        "seen": plgpu.Barrier(num_arrivals=readers * s.group),
-        "used": plgpu.Barrier(num_arrivals=readers),
+        "seen": plgpu.Barrier(num_arrivals=2 * s.group, num_barriers=2),
+        "used": plgpu.Barrier(num_arrivals=2),
     }
-    count = s.sources * s.batch * s.kv_heads * s.stored * ROWS
+    count = s.splits * s.batch * s.kv_heads * s.row_tiles * ROWS
     return plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((count, WIDTH), jnp.bfloat16),
             jax.ShapeDtypeStruct((count,), jnp.float32),
         ),
-        # Row tiles of the same keys come first: those that run together read them from the L2 cache.
-        grid=(s.tiles, s.splits, s.kv_heads, s.batch),
-        grid_names=("tile", "split", "head", "batch"),
+        grid=(s.units, s.kv_heads, s.batch),
+        grid_names=("unit", "head", "batch"),
         num_threads=3,
         thread_name="group",
         kernel_name="gqa_attention_mosaic",

@@ -15,6 +15,7 @@ from ddtree_jax.pallas.split_attention import LOG2_E, LOWEST, cdiv, check_regist
 
 WIDTH = 128  # of a head
 ROWS = 64  # of a row tile: the M side of wgmma
+KEYS = 64  # of a key tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +23,15 @@ class Schedule:
     """How the work is cut and overlapped.
 
     Attributes:
-      keys: of a tile, 64 or 128.
       slots: tiles of keys, and of values, in shared memory; an even number.
-      splits: of the keys, or None: chosen by `split_attention.num_splits`.
+      splits: of the keys, or None: chosen by `split_attention.num_splits`. An even number where a row tile is alone.
       ahead: the scores of the next tile are under way while a tile is weighed and its values are added.
       registers: of a thread that computes, and of one that copies.
     """
 
-    keys: int = 64
     slots: int = 4
     splits: int | None = None
-    ahead: bool = False
+    ahead: bool = True
     registers: tuple[int, int] = (232, 40)
 
     def __post_init__(self) -> None:
@@ -64,29 +63,19 @@ class Sizes:
         return cdiv(self.block, self.part)
 
     @property
-    def pairs(self) -> bool:
-        """Two row tiles a block of threads; else both warpgroups have the same."""
-        return self.row_tiles > 1
+    def pairs(self) -> int:
+        """Pairs of row tiles, whose splits have a block of threads each. The last tile of an odd number is alone."""
+        return self.row_tiles // 2
 
     @property
-    def sources(self) -> int:
-        """Parts of a row tile."""
-        return self.splits * (1 if self.pairs else 2)
-
-    @property
-    def tiles(self) -> int:
-        """Blocks of threads of a KV head and a split."""
-        return cdiv(self.row_tiles, 2)
-
-    @property
-    def stored(self) -> int:
-        """Row tiles of a KV head in the parts, those without rows too."""
-        return 2 * self.tiles if self.pairs else 1
+    def units(self) -> int:
+        """Blocks of threads of a KV head. One of a tile that is alone has two splits, one for each warpgroup."""
+        return self.pairs * self.splits + self.row_tiles % 2 * self.splits // 2
 
     def place(self, rows: jax.Array) -> jax.Array:
         """Where the parts of a sequence have the rows [T, Hq] of the result, taken as one axis."""
         row, head = rows // self.heads, rows % self.heads
-        tile = head // self.group * self.stored + row // self.part
+        tile = head // self.group * self.row_tiles + row // self.part
         return tile * ROWS + head % self.group * self.part + row % self.part
 
 
@@ -95,14 +84,13 @@ class Compute:
 
     def __init__(
         self, plgpu, which: jax.Array, shared, sizes: Sizes, schedule: Schedule, scale: float, interpreted: bool,
-        *, first, length, start_of,
+        *, alone: jax.Array, first, length, start_of,
     ):  # fmt: skip
         self.plgpu, self.which, self.shared = plgpu, which, shared
         self.sizes, self.schedule, self.interpreted = sizes, schedule, interpreted
         self.factor = scale * LOG2_E
-        self.first, self.length, self.start_of = first, length, start_of
-        self.own = which if sizes.pairs else 0
-        self.q = shared["q"].at[self.own]
+        self.alone, self.first, self.length, self.start_of = alone, first, length, start_of
+        self.q = shared["q"].at[which]
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
     def run(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -114,31 +102,38 @@ class Compute:
             cast(jnp.zeros((ROWS,), jnp.float32), self.down),
         )
 
-        count = (lambda n: n) if self.sizes.pairs else (lambda n: (n + 1 - self.which) // 2)
-        at = (lambda j: j) if self.sizes.pairs else (lambda j: 2 * j + self.which)
-        plain = jnp.clip(self.length // self.schedule.keys - self.first, 0, steps)
+        # Alone, every other tile is this warpgroup's, and every other slot: there is an even number of them.
+        stride, start = jnp.where(self.alone, 2, 1), jnp.where(self.alone, self.which, 0)
+
+        def count(n: jax.Array) -> jax.Array:
+            return (n + stride - 1 - start) // stride
+
+        def at(j: jax.Array) -> jax.Array:
+            return stride * j + start
+
+        plain = jnp.clip(self.length // KEYS - self.first, 0, steps)
         if self.schedule.ahead and not self.interpreted:
             carry = self.ahead(count(plain), at, empty)
         else:
             carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c), empty)
         # The last tile of the prefix, if it is not full, and those of the block.
-        prefix = jnp.clip(cdiv(self.length, self.schedule.keys) - self.first, 0, steps)
-        for start, stop, mask in ((plain, prefix, self.end), (prefix, steps, self.block)):
-            carry = lax.fori_loop(
-                count(start), count(stop), lambda j, c, mask=mask: self.step(at(j), c, mask=mask), carry
-            )
-        return carry
+        return lax.fori_loop(count(plain), count(steps), lambda j, c: self.step(at(j), c, masked=True), carry)
+
+    def release(self, barrier: Any) -> None:
+        """Arrives at a barrier that waits for both readers."""
+        self.plgpu.barrier_arrive(barrier)
+        pl.when(self.alone)(lambda: self.plgpu.barrier_arrive(barrier))
 
     def slot(self, i: jax.Array) -> jax.Array:
         return lax.rem(i, jnp.int32(self.schedule.slots))
 
-    def step(self, i: jax.Array, carry: Any, *, mask: Callable[..., jax.Array] | None = None) -> Any:
+    def step(self, i: jax.Array, carry: Any, *, masked: bool = False) -> Any:
         acc, top, total = carry
         slot = self.slot(i)
         scores = self.scores(slot)
         self.plgpu.barrier_wait(self.shared["full"]["v"].at[slot])
-        if mask is not None:
-            scores = mask(scores, i, slot)
+        if masked:
+            scores = self.masked(scores, i, slot)
         weights, sums, top, fade = self.weigh(scores, top)
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
         return self.add(acc, weights, slot), top, total * fade + sums
@@ -162,13 +157,13 @@ class Compute:
                     plgpu.barrier_wait(shared["full"]["v"].at[slot])
                     plgpu.wgmma(ref, weights, shared["v"].at[slot])
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    plgpu.barrier_arrive(shared["free"]["k"].at[following])
+                    self.release(shared["free"]["k"].at[following])
                     out = self.weigh(scores, top)
                     return ref[...], out
 
-                shapes = plgpu.ACC((ROWS, WIDTH), jnp.float32), plgpu.ACC((ROWS, self.schedule.keys), jnp.float32)
+                shapes = plgpu.ACC((ROWS, WIDTH), jnp.float32), plgpu.ACC((ROWS, KEYS), jnp.float32)
                 acc, (weights, sums, top, fade) = pl.run_scoped(products, *shapes)
-                plgpu.barrier_arrive(shared["free"]["v"].at[slot])
+                self.release(shared["free"]["v"].at[slot])
                 return acc * lax.broadcast_in_dim(fade, acc.shape, [0]), weights, top, total * fade + sums
 
             acc, weights, top, total = lax.fori_loop(0, count - 1, step, (acc, weights, top, sums))
@@ -187,60 +182,52 @@ class Compute:
             plgpu.wgmma(acc, self.q, k.transpose((1, 0)))
             return acc[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC((ROWS, self.schedule.keys), jnp.float32))
-        plgpu.barrier_arrive(self.shared["free"]["k"].at[slot])
+        scores = pl.run_scoped(product, plgpu.ACC((ROWS, KEYS), jnp.float32))
+        self.release(self.shared["free"]["k"].at[slot])
         return scores
 
-    def end(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """-inf for what lies behind the prefix, NaN for a value that is not finite; the values are clean then."""
-        keys = self.schedule.keys
+    def masked(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
+        """-inf for what a row does not see, NaN for a value that is not finite; the values are clean then."""
+        plgpu, shared = self.plgpu, self.shared
         step = self.first + i
+        of_block = step >= cdiv(self.length, KEYS)
         start = self.start_of(step)
-        low, high = step * keys - start, self.length - start
-        scores = self.cleaned(scores, slot, low, high)
-        at = self.plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=self.plgpu.Layout.WGMMA)
-        return jnp.where((at >= low) & (at < high), scores, -jnp.inf)
+        low = jnp.where(of_block, 0, step * KEYS - start)
+        high = jnp.where(of_block, KEYS, self.length - start)
 
-    def block(self, scores: jax.Array, i: jax.Array, slot: jax.Array) -> jax.Array:
-        """As `end` for a tile of the block and its mask."""
-        plgpu, shared = self.plgpu, self.shared
-        scores = self.cleaned(scores, slot, 0, self.schedule.keys)
-        plgpu.barrier_wait(shared["seen"])
-        mask = plgpu.load(shared["mask"].at[self.own], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
-        plgpu.barrier_arrive(shared["used"])
-        return jnp.where(mask > 0.5, scores, -jnp.inf)
-
-    def cleaned(self, scores: jax.Array, slot: jax.Array, low: Any, high: Any) -> jax.Array:
-        """The scores, NaN for a value that is not finite; the values are clean then."""
-        plgpu, shared = self.plgpu, self.shared
-        if self.sizes.pairs:
-
-            @pl.when(self.which == 0)
-            def _clean():
-                self.clean(slot, low, high)
-                plgpu.barrier_arrive(shared["clean"].at[slot])
-
-            @pl.when(self.which == 1)
-            def _wait():
-                plgpu.barrier_wait(shared["clean"].at[slot])
-        else:
+        @pl.when(self.alone | (self.which == 0))
+        def _clean():
             self.clean(slot, low, high)
+            plgpu.barrier_arrive(shared["clean"].at[slot])
+
+        # Alone, for its own arrival: the phases of barriers go on.
+        plgpu.barrier_wait(shared["clean"].at[slot])
         broken = plgpu.load(shared["broken"].at[slot], layout=self.across)
-        return scores + lax.broadcast_in_dim(broken, scores.shape, [1])
+        scores = scores + lax.broadcast_in_dim(broken, scores.shape, [1])
+
+        def block(scores: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(shared["seen"].at[lax.rem(i, jnp.int32(2))])
+            mask = plgpu.load(shared["mask"].at[self.which], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
+            self.release(shared["used"])
+            return jnp.where(mask > 0.5, scores, -jnp.inf)
+
+        def end(scores: jax.Array) -> jax.Array:
+            at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+            return jnp.where((at >= low) & (at < high), scores, -jnp.inf)
+
+        return lax.cond(of_block, block, end, scores)
 
     def clean(self, slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
-        """Zeros in the rows of values outside of [low, high) and for what is not finite; NaN in `broken` for these."""
+        """Zeros in rows of values outside of [low, high) and in those that are not finite; NaN in `broken` for these."""
         plgpu = self.plgpu
-        for half in range(self.schedule.keys // 64):
-            rows = pl.ds(half * 64, 64)
-            ref = self.shared["v"].at[slot, rows]
-            values = plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-            at = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA) + half * 64
-            finite = jnp.abs(values) < jnp.inf
-            ref[...] = jnp.where(finite & (at >= low) & (at < high), values, 0.0).astype(jnp.bfloat16)
-            worst = jnp.max(jnp.where(finite, 0.0, 1.0), axis=1)
-            self.shared["broken"].at[slot, rows][...] = jnp.where(worst > 0.0, jnp.nan, 0.0)
+        ref = self.shared["v"].at[slot]
+        values = plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        flaw = jnp.sum(values * 0.0, axis=1)
+        at = plgpu.broadcasted_iota(jnp.int32, (KEYS,), 0, layout=self.down)
+        sound = (at >= low) & (at < high) & (flaw == 0.0)
+        ref[...] = jnp.where(lax.broadcast_in_dim(sound, values.shape, [0]), values, 0.0).astype(jnp.bfloat16)
+        self.shared["broken"].at[slot][...] = flaw
         plgpu.commit_smem()
 
     def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -266,10 +253,10 @@ class Compute:
                 return ref[...]
 
             acc = pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-        plgpu.barrier_arrive(self.shared["free"]["v"].at[slot])
+        self.release(self.shared["free"]["v"].at[slot])
         return acc
 
     def normalised(self, acc: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(values [64, 128], logarithm to base 2 of the sum of weights [64])."""
         safe = jnp.where(total == 0.0, 1.0, total)
-        return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), top + jnp.log(safe) * LOG2_E
+        return acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0]), top + jnp.log(safe) * LOG2_E

@@ -40,6 +40,7 @@ class Tiles:
       num_warps, num_stages: as for Triton.
       per_core: blocks that fit on a streaming multiprocessor at once; more splits are made to fill them.
       min_tiles: fewest key tiles that are worth a split of their own.
+      start: what a block costs for its queries and its part, in key tiles.
       splits: their number, or None: chosen by `num_splits`.
       merge_rows: rows of a tile of the merge, at most.
       apart: the products of the scores in a branch of their own, see `attend`.
@@ -52,6 +53,7 @@ class Tiles:
     num_stages: int
     per_core: int = 1
     min_tiles: int = 2
+    start: int = 2
     splits: int | None = None
     merge_rows: int = 4
     apart: bool = False
@@ -89,9 +91,9 @@ def num_splits(tiles: Tiles, *, query_tiles: int, key_tiles: int, platform: Plat
     slots = max(platform.cores, 1) * tiles.per_core
 
     def time(splits: int) -> float:
-        # A block costs its tiles and about two more for the queries and the part; more parts cost the merge.
+        # More parts cost the merge.
         waves = math.ceil(query_tiles * splits / slots)
-        return waves * (math.ceil(key_tiles / splits) + 2) * (1.0 if splits == 1 else 1.02)
+        return waves * (math.ceil(key_tiles / splits) + tiles.start) * (1.0 if splits == 1 else 1.02)
 
     return min(range(1, most + 1), key=lambda n: (time(n), n))
 
