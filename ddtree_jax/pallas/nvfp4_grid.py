@@ -25,7 +25,9 @@ STEP = GROUP * GROUPS  # of K in a tile
 
 # How codes lie in the words. SHIFTED: bit tricks (Hopper); a code is found by a shift and a mask, or a few.
 # BYTES: hardware conversion (Blackwell); a byte holds the code i of two neighbouring groups, the even group low.
-SHIFTED, BYTES = "shifted", "bytes"
+# FRAGMENTS: bit tricks, for kernels whose threads hold wgmma's left operand: of a tile, what 64 of K need comes first,
+# in it the 4 words of each of 128 threads, and the scales of each four of these. See `_fragment_words`.
+SHIFTED, BYTES, FRAGMENTS = "shifted", "bytes", "fragments"
 
 # Bits of a 16-bit half that hold the code at each of its 4 positions: (sign, two exponent bits, mantissa bit). In
 # bfloat16 they belong at 15, 8, 7, 6: position 0 lies there, 1 and 2 are a left shift by 3 and 6 away, 3 takes the
@@ -50,7 +52,7 @@ class GridWeight:
       k: static, inputs.
       parts: static, tensors side by side (gate and up); each starts a new block.
       width: static, outputs of a part.
-      arrangement: static, SHIFTED or BYTES.
+      arrangement: static, SHIFTED, BYTES or FRAGMENTS.
     """
 
     words: jax.Array
@@ -88,7 +90,7 @@ def make_grid(
       codes: uint8[..., K / 2, P, width], two E2M1 codes a byte along K, the even k in the low nibble.
       scales: float8_e4m3fn[..., K / 16, P, width]; negative ones move their sign into the codes, NaN stays NaN.
       global_scale: float32, broadcastable to [..., P].
-      arrangement: SHIFTED or BYTES.
+      arrangement: SHIFTED, BYTES or FRAGMENTS.
     """
     lead = codes.shape[:-3]
     parts, width = codes.shape[-2:]
@@ -128,7 +130,70 @@ def _lay_out(codes: jax.Array, scales: jax.Array, arrangement: str) -> tuple[jax
     # [KB, G, 16, NB, ROWS] -> [NB, KB, ROWS, G, 16]
     grid = grouped.transpose(2, 3, 0, 1).reshape(blocks, ROWS, steps, GROUPS, GROUP).transpose(0, 2, 1, 3, 4)
     scale_grid = unsigned.transpose(1, 2, 0).reshape(blocks, ROWS, steps, GROUPS).transpose(0, 2, 1, 3)
+    if arrangement == FRAGMENTS:
+        return _fragment_words(grid), _fragment_scales(scale_grid)
     return _make_words(grid, arrangement), scale_grid
+
+
+# Rows of a tile: warp, half of the warp's 16, lane / 4. Groups: 64 of K, group of these. Codes of a group: half,
+# lane % 4, and the half of a register. PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16", matrix A.
+_FRAGMENT_ROWS, _FRAGMENT_GROUPS, _FRAGMENT_CODES = (4, 2, 8), (4, 4), (2, 4, 2)
+
+
+def _fragment_words(grid: jax.Array) -> jax.Array:
+    """uint8[NB, KB, ROWS, G, 16] codes -> int32[NB, KB, 2, ROWS, G], in truth [.., 4 of K, 4, 8, 4 (thread), 4 words].
+
+    Word n of a thread has its codes of group n; position 2 q + h of either half of it those of half q of the group and
+    half h of the rows, which `CODE_BITS` places.
+    """
+    nb, kb = grid.shape[:2]
+    codes = grid.reshape(nb, kb, *_FRAGMENT_ROWS, *_FRAGMENT_GROUPS, *_FRAGMENT_CODES).astype(jnp.uint32)
+    # NB, KB, w, h, g, chunk, n, q, c, side -> NB, KB, chunk, w, g, c, n, q, h, side
+    codes = codes.transpose(0, 1, 5, 2, 4, 8, 6, 7, 3, 9).reshape(nb, kb, -1, 4, 2)
+    words = jnp.zeros(codes.shape[:-2], jnp.uint32)
+    for side in range(2):
+        for position in range(4):
+            for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
+                words |= (codes[..., position, side] >> bit & 1) << (place + 16 * side)
+    return jax.lax.bitcast_convert_type(words.reshape(nb, kb, 2, ROWS, GROUPS), jnp.int32)
+
+
+def _fragment_scales(scales: jax.Array) -> jax.Array:
+    """uint8[NB, KB, ROWS, G] -> the same shape, in truth [.., 4 of K, 4, 8 (thread / 4), half of the rows, 4 groups]."""
+    nb, kb = scales.shape[:2]
+    split = scales.reshape(nb, kb, *_FRAGMENT_ROWS, *_FRAGMENT_GROUPS)  # NB, KB, w, h, g, chunk, n
+    return split.transpose(0, 1, 5, 2, 4, 3, 6).reshape(scales.shape)
+
+
+def _tile_codes(words: jax.Array, arrangement: str) -> jax.Array:
+    """int32 codes [..., ROWS, G, 16] of words [..., 2, ROWS, G]."""
+    if arrangement != FRAGMENTS:
+        columns = [group_codes(words[..., i // 8, :, :], i, arrangement) for i in range(GROUP)]
+        return jnp.stack(columns, axis=-1)
+    lead = words.shape[:-3]
+    sides = []
+    for side in range(2):
+        positions = []
+        for position in range(4):
+            code = jnp.zeros_like(words)
+            for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
+                code |= (words >> (place + 16 * side) & 1) << bit
+            positions.append(code)
+        sides.append(jnp.stack(positions, axis=-1))
+    codes = jnp.stack(sides, axis=-1).reshape(*lead, 4, 4, 8, 4, 4, 2, 2, 2)  # chunk, w, g, c, n, q, h, side
+    axes = len(lead)
+    order = (*range(axes), *(axes + i for i in (1, 6, 2, 0, 4, 5, 3, 7)))  # w, h, g, chunk, n, q, c, side
+    return codes.transpose(order).reshape(*lead, ROWS, GROUPS, GROUP)
+
+
+def _tile_scales(scales: jax.Array, arrangement: str) -> jax.Array:
+    """uint8[..., ROWS, G] by row and group."""
+    if arrangement != FRAGMENTS:
+        return scales
+    lead = scales.shape[:-2]
+    split = scales.reshape(*lead, 4, 4, 8, 2, 4)  # chunk, w, g, h, n
+    axes = len(lead)
+    return split.transpose(*range(axes), *(axes + i for i in (1, 3, 2, 0, 4))).reshape(scales.shape)
 
 
 def _make_words(grid: jax.Array, arrangement: str) -> jax.Array:
@@ -188,11 +253,9 @@ def decode_grid(weight: GridWeight, dtype: jnp.dtype, *, factors: bool = True) -
 
     factors: False leaves the global scales out (`part_factors`); codes times scales are exact in bfloat16.
     """
-    scales = scale_values(weight.scales)
-    columns = [
-        code_values(group_codes(weight.words[..., i // 8, :, :], i, weight.arrangement)) * scales for i in range(GROUP)
-    ]
-    values = jnp.stack(columns, axis=-1)  # [..., NB, KB, ROWS, G, 16]
+    scales = scale_values(_tile_scales(weight.scales, weight.arrangement))
+    # [..., NB, KB, ROWS, G, 16]
+    values = code_values(_tile_codes(weight.words, weight.arrangement)) * scales[..., None]
     if factors:
         values = values * weight.factors[..., None, None, None, None]
     lead, blocks, steps = weight.lead, weight.num_blocks, weight.num_steps
