@@ -165,7 +165,7 @@ def _fragment_scales(scales: jax.Array) -> jax.Array:
     return split.transpose(0, 1, 5, 2, 4, 3, 6).reshape(scales.shape)
 
 
-def _tile_codes(words: jax.Array, arrangement: str) -> jax.Array:
+def tile_codes(words: jax.Array, arrangement: str) -> jax.Array:
     """int32 codes [..., ROWS, G, 16] of words [..., 2, ROWS, G]."""
     if arrangement != FRAGMENTS:
         columns = [group_codes(words[..., i // 8, :, :], i, arrangement) for i in range(GROUP)]
@@ -186,7 +186,7 @@ def _tile_codes(words: jax.Array, arrangement: str) -> jax.Array:
     return codes.transpose(order).reshape(*lead, ROWS, GROUPS, GROUP)
 
 
-def _tile_scales(scales: jax.Array, arrangement: str) -> jax.Array:
+def tile_scales(scales: jax.Array, arrangement: str) -> jax.Array:
     """uint8[..., ROWS, G] by row and group."""
     if arrangement != FRAGMENTS:
         return scales
@@ -253,9 +253,9 @@ def decode_grid(weight: GridWeight, dtype: jnp.dtype, *, factors: bool = True) -
 
     factors: False leaves the global scales out (`part_factors`); codes times scales are exact in bfloat16.
     """
-    scales = scale_values(_tile_scales(weight.scales, weight.arrangement))
+    scales = scale_values(tile_scales(weight.scales, weight.arrangement))
     # [..., NB, KB, ROWS, G, 16]
-    values = code_values(_tile_codes(weight.words, weight.arrangement)) * scales[..., None]
+    values = code_values(tile_codes(weight.words, weight.arrangement)) * scales[..., None]
     if factors:
         values = values * weight.factors[..., None, None, None, None]
     lead, blocks, steps = weight.lead, weight.num_blocks, weight.num_steps

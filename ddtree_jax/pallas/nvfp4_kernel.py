@@ -52,7 +52,7 @@ def weights(words: jax.Array, scales: jax.Array, i: int, platform: Platform, arr
     if platform.interpret:
         return (code_values(group_codes(words, i, arrangement)) * scales.astype(jnp.float32)).astype(jnp.bfloat16)
     register = f"${1 + i // 4 % 2}"
-    body = _converted(register, i % 4) if arrangement == BYTES else _shifted(register, i % 4)
+    body = _converted(register, i % 4) if arrangement == BYTES else shifted(register, i % 4)
     asm = f"""
     {{
         .reg .b32 a, b, c;
@@ -64,7 +64,7 @@ def weights(words: jax.Array, scales: jax.Array, i: int, platform: Platform, arr
     return inline_asm(asm, words, scales, constraints="=r,r,r,r", pack=2, dtype=jnp.bfloat16)
 
 
-def _shifted(register: str, position: int) -> str:
+def shifted(register: str, position: int) -> str:
     """PTX that leaves the codes of both groups in `a`, in the place of bfloat16's sign and top magnitude bits."""
     if position == 0:
         return f"and.b32 a, {register}, 0x81C081C0;"

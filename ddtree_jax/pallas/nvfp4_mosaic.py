@@ -1,10 +1,14 @@
 """NVFP4 W4A16 products in Mosaic GPU for Hopper: weights on the 64-row side of wgmma, unpacked in registers.
 
-A block of threads has warpgroups that compute and one that copies. A computing warpgroup has 64 output columns (a grid
-block) and every `depth`-th step of 256 inputs; those of the same columns add their sums through shared memory at the
-end. A tile of packed weights lies in memory as the threads of a warpgroup need it (`nvfp4_grid.FRAGMENTS`): 16 bytes
-a thread and 64 inputs, whose codes become the registers of wgmma's left operand by shifts and masks. Activations are
-read as they are: inputs keep their order.
+One kernel serves linear layers and routed experts. Its work is cut into units: the rows of one tile (of one expert)
+times `across` grid blocks of 64 columns. Blocks of threads, one a core, take units in turn; in each a warpgroup copies
+steps of 256 inputs ahead, into the next unit too, and the others compute. A computing warpgroup has one grid block (of
+gate and up, for SwiGLU, both) and every `depth`-th step; those of the same columns add their sums through shared memory
+at the end of a unit.
+
+A tile of packed weights lies in memory as the threads of a warpgroup need it (`nvfp4_grid.FRAGMENTS`): 16 bytes a
+thread and 64 inputs, whose codes become registers of wgmma's left operand by shifts and masks. Activations are read as
+they are: inputs keep their order.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
-from ddtree_jax.pallas.nvfp4_grid import GROUPS, ROWS, STEP
+from ddtree_jax.pallas.nvfp4_fragments import CHUNK, unpacked, unpacker
+from ddtree_jax.pallas.nvfp4_grid import ROWS, STEP, GridWeight
+from ddtree_jax.pallas.nvfp4_kernel import restore
 
-CHUNK = 64  # inputs of a register fragment
-_LANES = 128  # threads of a warpgroup
-_RESTORE = 2.0**7  # of codes and scales, see nvfp4_kernel
+_SHARED = 230_000  # bytes a block of threads may have, less what barriers and alignment take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,204 +35,286 @@ class Schedule:
     """How a call is cut.
 
     Attributes:
-      across: grid blocks of a block of threads, a warpgroup each.
+      across: grid blocks of a unit, a warpgroup each.
       depth: warpgroups that share the steps of a grid block.
-      slots: rounds of `depth` steps in shared memory.
+      slots: rounds of `depth` steps in shared memory; None: what there is room for, up to 6.
     """
 
     across: int = 3
     depth: int = 1
-    slots: int = 4
+    slots: int | None = None
+    registers: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """Static sizes of a call.
+
+    Attributes:
+      rows: activation rows of a tile, a multiple of 8 up to 128: the N side of wgmma.
+      tiles: row tiles.
+      experts: of a layer, 1 of a linear one.
+      parts: 2: gate and up, whose SwiGLU is the result; else 1.
+      blocks: grid blocks of a part.
+      steps: of 256 inputs.
+      routed: tiles have experts of their own, and not all may be in use.
+    """
+
+    rows: int
+    tiles: int
+    experts: int
+    parts: int
+    blocks: int
+    steps: int
+    routed: bool
+
+
+def shared_bytes(units: Units, schedule: Schedule, slots: int, out_dtype: Any) -> int:
+    across, depth = schedule.across, schedule.depth
+    weights = across * depth * units.parts * ROWS * STEP * 9 // 16
+    out = across * units.rows * ROWS * jnp.dtype(out_dtype).itemsize
+    sums = across * (depth - 1) * units.parts * units.rows * ROWS * 4
+    return slots * (weights + depth * units.rows * STEP * 2) + out + sums
+
+
+def most_slots(units: Units, schedule: Schedule, out_dtype: Any) -> int:
+    slots = schedule.slots or 6
+    while slots > 2 and shared_bytes(units, schedule, slots, out_dtype) > _SHARED:
+        slots -= 1
+    return slots  # at least 2: a slot is freed when the next one has come
+
+
+def require(x: Any, weight: GridWeight, platform: Platform) -> None:
+    """NotImplementedError for what the kernel does not serve."""
+    from ddtree_jax.pallas.nvfp4_grid import FRAGMENTS
+
+    if platform.generation != HOPPER:
+        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"dtype {x.dtype}: bfloat16 only")
+    if weight.arrangement != FRAGMENTS:
+        raise NotImplementedError(f"weights laid out as {weight.arrangement}: {FRAGMENTS} only")
+    require_mosaic()
 
 
 def product(
-    x: jax.Array, words: jax.Array, scales: jax.Array, factors: jax.Array, layer: jax.Array, *, out_dtype: Any,
-    schedule: Schedule, platform: Platform,
+    x: jax.Array, weight: GridWeight, layer: jax.Array, experts: jax.Array | None = None, count: jax.Array | None = None,
+    *, swiglu: bool, out_dtype: Any, schedule: Schedule, platform: Platform, interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
-    """[N, columns] from x bf16 [N, K], N a multiple of 8 up to 128, and the arrays of a stack in fragments."""
-    if platform.generation != HOPPER:
-        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
-    require_mosaic()
-    stack, blocks, steps = words.shape[:3]
-    run = _kernel(
-        rows=x.shape[0], blocks=blocks, steps=steps, schedule=schedule, out_dtype=out_dtype
-    )
-    tiles = stack * blocks * steps
-    return run(
-        layer.reshape(1), x, words.reshape(tiles, 8, 256), scales.reshape(tiles, 4, 256), factors.reshape(-1)
-    )
+    """Each tile of rows times the weight of its expert.
+
+    Args:
+      x: bfloat16 [tiles * rows, steps * 256].
+      weight: a stack [R] of linear layers, or [R, E] of experts, in fragments.
+      layer: int32[1].
+      experts: int32[tiles]; None: one tile, of a linear layer.
+      count: int32[1], how many tiles are in use, the first ones. The rows of the others stay unwritten.
+      swiglu: of two parts, silu(first) * second.
+
+    Returns:
+      [tiles * rows, columns] of `out_dtype`; columns of each part are padded to whole grid blocks.
+    """
+    routed = experts is not None
+    num_tiles = experts.shape[0] if routed else 1
+    parts = 2 if swiglu else 1
+    units = Units(
+        rows=x.shape[0] // num_tiles, tiles=num_tiles, experts=weight.words.shape[1] if routed else 1, parts=parts,
+        blocks=weight.num_blocks // parts, steps=weight.num_steps, routed=routed,
+    )  # fmt: skip
+    if platform.interpret and interpret is None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        interpret = plgpu.InterpretGPUParams()
+    run = _kernel(units, schedule, out_dtype, platform, interpret if platform.interpret else None)
+    tiles = weight.words.size // (8 * 256)
+    arrays = weight.words.reshape(tiles, 8, 256), weight.scales.reshape(tiles, 4, 256), weight.factors.reshape(-1)
+    return run(layer, *((experts, count) if routed else ()), x, *arrays)
 
 
-def _kernel(*, rows: int, blocks: int, steps: int, schedule: Schedule, out_dtype: Any) -> Callable[..., jax.Array]:
+def _kernel(
+    units: Units, schedule: Schedule, out_dtype: Any, platform: Platform, interpret: Any
+) -> Callable[..., jax.Array]:
     # Where kernels are built only: it costs an import of a second that other platforms need not pay.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    across, depth, slots = schedule.across, schedule.depth, schedule.slots
-    assert blocks % across == 0 and steps % depth == 0, (blocks, steps, schedule)
-    workers = across * depth
-    rounds = steps // depth
-    unpack = _unpacker(plgpu)
+    u, across, depth = units, schedule.across, schedule.depth
+    slots = most_slots(units, schedule, out_dtype)
+    assert u.blocks % across == 0 and u.steps % depth == 0, (units, schedule)
+    workers, rounds, groups = across * depth, u.steps // depth, u.blocks // across
+    cores = min(platform.cores, u.tiles * groups)
+    unpack = unpacker(plgpu)
+    factor = restore(platform, "shifted")
 
-    def body(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, shared):
-        tile, group = lax.axis_index("tile"), lax.axis_index("group")
-        first = layer_ref[0] * blocks + tile * across
+    def body(*refs, shared):
+        layer_ref, *routing, x_ref, words_ref, scales_ref, factors_ref, out_ref = refs
+        core, group = lax.axis_index("core"), lax.axis_index("group")
+        total = (routing[1][0] if u.routed else u.tiles) * groups
+        mine = jnp.maximum(total - core + cores - 1, 0) // cores
         full, free = shared["full"], shared["free"]
+
+        def place(j):
+            """(row tile, group of columns, first grid block in the weights) of this core's unit j."""
+            unit = core + j * cores
+            tile, columns = unit // groups, lax.rem(unit, jnp.int32(groups))
+            expert = routing[0][tile] if u.routed else 0
+            return tile, columns, (layer_ref[0] * u.experts + expert) * (u.parts * u.blocks) + columns * across
 
         @pl.when(group == workers)
         def _copy():
-            def copy(i, carry):
-                slot = lax.rem(i, jnp.int32(slots))
+            if schedule.registers is not None:
+                plgpu.set_max_registers(schedule.registers[1], action="decrease")
 
-                @pl.when(i >= slots)
-                def _wait():
-                    plgpu.barrier_wait(free.at[slot])
+            def unit(j, done):
+                tile, _, first = place(j)
 
-                for deep in range(depth):
-                    step = i * depth + deep
-                    for wide in range(across):
-                        at, which = (first + wide) * steps + step, wide * depth + deep
-                        plgpu.copy_gmem_to_smem(words_ref.at[at], shared["words"].at[slot, which], full.at[slot])
-                        plgpu.copy_gmem_to_smem(scales_ref.at[at], shared["scales"].at[slot, which], full.at[slot])
-                    inputs = x_ref.at[:, pl.ds(step * STEP, STEP)]
-                    plgpu.copy_gmem_to_smem(inputs, shared["x"].at[slot, deep], full.at[slot])
-                return carry
+                def copy(i, done):
+                    slot = lax.rem(done, jnp.int32(slots))
 
-            lax.fori_loop(0, rounds, copy, None)
+                    @pl.when(done >= slots)
+                    def _wait():
+                        plgpu.barrier_wait(free.at[slot])
+
+                    for deep in range(depth):
+                        step = i * depth + deep
+                        for wide in range(across):
+                            for part in range(u.parts):
+                                at = (first + part * u.blocks + wide) * u.steps + step
+                                which = wide * depth + deep, part
+                                for name, ref in (("words", words_ref), ("scales", scales_ref)):
+                                    into = shared[name].at[slot, *which]
+                                    plgpu.copy_gmem_to_smem(ref.at[at], into, full.at[slot])
+                        inputs = x_ref.at[pl.ds(tile * u.rows, u.rows), pl.ds(step * STEP, STEP)]
+                        plgpu.copy_gmem_to_smem(inputs, shared["x"].at[slot, deep], full.at[slot])
+                    return done + 1
+
+                return lax.fori_loop(0, rounds, copy, done)
+
+            lax.fori_loop(0, mine, unit, jnp.int32(0))
 
         @pl.when(group != workers)
         def _compute():
+            if schedule.registers is not None:
+                plgpu.set_max_registers(schedule.registers[0], action="increase")
             deep, wide = lax.rem(group, jnp.int32(depth)), group // depth
 
-            def sums(acc):
-                def step(i, carry):
-                    slot = lax.rem(i, jnp.int32(slots))
-                    plgpu.barrier_wait(full.at[slot])
-                    words, scales = shared["words"].at[slot, group], shared["scales"].at[slot, group]
-                    for chunk in range(STEP // CHUNK):
-                        weights = unpack(words, scales, chunk)
-                        x = shared["x"].at[slot, deep, :, pl.ds(chunk * CHUNK, CHUNK)]
-                        plgpu.wgmma(acc, weights, x.transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(free.at[slot])
-                    return carry
+            def unit(j, carry):
+                tile, columns, first = place(j)
 
-                lax.fori_loop(0, rounds, step, None)
-                return acc[...]
+                def at(i):
+                    return lax.rem(j * rounds + i, jnp.int32(slots))
 
-            total = pl.run_scoped(sums, plgpu.ACC((ROWS, rows), jnp.float32))
-            if depth > 1:
+                def packed(slot, part):
+                    return shared["words"].at[slot, group, part], shared["scales"].at[slot, group, part]
 
-                @pl.when(deep > 0)
-                def _give():
-                    shared["sums"].at[wide, deep - 1][...] = total
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(shared["given"].at[wide])
+                def inputs(slot, chunk):
+                    return shared["x"].at[slot, deep, :, pl.ds(chunk * CHUNK, CHUNK)]
 
-            @pl.when(deep == 0)
-            def _finish():
-                out = total
+                def sums(*accs):
+                    def step(i, carry):
+                        slot = at(i)
+                        plgpu.barrier_wait(full.at[slot])
+                        for chunk in range(STEP // CHUNK):
+                            for part, acc in enumerate(accs):
+                                weights = unpack(*packed(slot, part), chunk)
+                                plgpu.wgmma(acc, weights, inputs(slot, chunk).transpose((1, 0)))
+                                # One product under way while the next weights are unpacked; more would take the
+                                # registers of as many fragments.
+                                plgpu.wgmma_wait(1)
+                                if chunk == part == 0:
+                                    # Those of the step before are done: its slot may be filled again.
+                                    pl.when(i > 0)(lambda: plgpu.barrier_arrive(free.at[at(i - 1)]))
+                        return carry
+
+                    lax.fori_loop(0, rounds, step, None)
+                    return [acc[...] for acc in accs]
+
+                def interpreted_sums():
+                    """Mosaic's interpreter has neither sums that start from a value nor operands in registers."""
+
+                    def step(i, totals):
+                        slot = at(i)
+                        plgpu.barrier_wait(full.at[slot])
+                        for chunk in range(STEP // CHUNK):
+                            x = inputs(slot, chunk)[...]
+                            totals = [
+                                total + jnp.dot(unpacked(*packed(slot, part), chunk), x.T, preferred_element_type=jnp.float32)
+                                for part, total in enumerate(totals)
+                            ]
+                        plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
+                        pl.when(i > 0)(lambda: plgpu.barrier_arrive(free.at[at(i - 1)]))
+                        return totals
+
+                    return lax.fori_loop(0, rounds, step, [jnp.zeros((ROWS, u.rows), jnp.float32)] * u.parts)
+
+                if interpret is None:
+                    found = pl.run_scoped(sums, *[plgpu.ACC((ROWS, u.rows), jnp.float32)] * u.parts)
+                else:
+                    found = interpreted_sums()
+                plgpu.barrier_arrive(free.at[at(rounds - 1)])
                 if depth > 1:
-                    plgpu.barrier_wait(shared["given"].at[wide])
-                    for other in range(depth - 1):
-                        out = out + plgpu.load(shared["sums"].at[wide, other], layout=plgpu.Layout.WGMMA, optimized=False)
-                out = (out * (factors_ref[first + wide] * _RESTORE)).astype(out_dtype)
-                place = shared["out"].at[wide]
-                place.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(place, out_ref.at[:, pl.ds((tile * across + wide) * ROWS, ROWS)])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+                    @pl.when(deep > 0)
+                    def _give():
+                        @pl.when(j > 0)
+                        def _wait():
+                            plgpu.barrier_wait(shared["taken"].at[wide])
+
+                        for part, one in enumerate(found):
+                            shared["sums"].at[wide, deep - 1, part][...] = one
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(shared["given"].at[wide])
+
+                @pl.when(deep == 0)
+                def _finish():
+                    both = list(found)
+                    if depth > 1:
+                        plgpu.barrier_wait(shared["given"].at[wide])
+                        for part in range(u.parts):
+                            for other in range(depth - 1):
+                                more = shared["sums"].at[wide, other, part]
+                                both[part] += plgpu.load(more, layout=plgpu.Layout.WGMMA, optimized=False)
+                        plgpu.barrier_arrive(shared["taken"].at[wide])
+                    both = [one * (factors_ref[first + i * u.blocks + wide] * factor) for i, one in enumerate(both)]
+                    out = both[0] if u.parts == 1 else both[0] / (1.0 + jnp.exp(-both[0])) * both[1]
+                    into = shared["out"].at[wide]
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    turned = plgpu.layout_cast(out.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                    into.transpose((1, 0))[...] = turned
+                    plgpu.commit_smem()
+                    at = pl.ds(tile * u.rows, u.rows), pl.ds((columns * across + wide) * ROWS, ROWS)
+                    plgpu.copy_smem_to_gmem(into, out_ref.at[*at])
+
+                return carry
+
+            lax.fori_loop(0, mine, unit, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+        columns = 128 // jnp.dtype(dtype).itemsize
+        transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
     shared = {
-        "words": plgpu.SMEM((slots, workers, 8, 256), jnp.int32),
-        "scales": plgpu.SMEM((slots, workers, 4, 256), jnp.uint8),
-        "x": plgpu.SMEM((slots, depth, rows, STEP), jnp.bfloat16, transforms=transforms),
-        "out": plgpu.SMEM((across, rows, ROWS), out_dtype, transforms=transforms),
-        "full": plgpu.Barrier(num_arrivals=2 * workers + depth, num_barriers=slots),
+        "words": plgpu.SMEM((slots, workers, u.parts, 8, 256), jnp.int32),
+        "scales": plgpu.SMEM((slots, workers, u.parts, 4, 256), jnp.uint8),
+        "x": tiled((slots, depth, u.rows, STEP), jnp.bfloat16),
+        "out": tiled((across, u.rows, ROWS), out_dtype),
+        "full": plgpu.Barrier(num_arrivals=2 * workers * u.parts + depth, num_barriers=slots),
         "free": plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
     }
     if depth > 1:
-        shared["sums"] = plgpu.SMEM((across, depth - 1, ROWS, rows), jnp.float32)
+        shared["sums"] = plgpu.SMEM((across, depth - 1, u.parts, ROWS, u.rows), jnp.float32)
         shared["given"] = plgpu.Barrier(num_arrivals=depth - 1, num_barriers=across)
+        shared["taken"] = plgpu.Barrier(num_barriers=across)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, blocks * ROWS), out_dtype),
-        grid=(blocks // across,),
-        grid_names=("tile",),
+        out_type=jax.ShapeDtypeStruct((u.tiles * u.rows, u.blocks * ROWS), out_dtype),
+        grid=(cores,),
+        grid_names=("core",),
         num_threads=workers + 1,
         thread_name="group",
-        kernel_name="nvfp4_matmul_mosaic",
+        kernel_name="nvfp4_swiglu_mosaic" if u.parts == 2 else "nvfp4_matmul_mosaic",
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
         scratch_types=dict(shared=shared),
     )
-
-
-def _unpacker(plgpu: Any) -> Callable[[Any, Any, int], jax.Array]:
-    """(words int32 [8, 256], scales uint8 [4, 256], chunk) -> bf16 [64, 64] in the layout of wgmma's left operand."""
-    import numpy as np
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import arith, vector
-    from jaxlib.mlir.dialects import llvm
-
-    from ddtree_jax.pallas.nvfp4_kernel import _shifted
-
-    def unpack(words: Any, scales: Any, chunk: int) -> jax.Array:
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct((ROWS, CHUNK), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
-        )
-        def fragment(ctx, words_ref, scales_ref):
-            del ctx
-            i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-
-            def number(n: int) -> ir.Value:
-                return arith.constant(i32, ir.IntegerAttr.get(i32, n))
-
-            def at(n: ir.Value) -> ir.Value:
-                return arith.index_cast(index, n)
-
-            def asm(text: str, *operands: ir.Value) -> ir.Value:
-                return llvm.inline_asm(i32, list(operands), text, "=r" + ",r" * len(operands), has_side_effects=False)
-
-            thread = arith.remui(mgpu.utils.thread_idx(), number(_LANES))
-            # words of a chunk: [128 threads, 4], rows of 256 words
-            row = arith.addi(number(2 * chunk), arith.divui(thread, number(64)))
-            column = arith.muli(arith.remui(thread, number(64)), number(4))
-            four = vector.load(ir.VectorType.get((4,), i32), words_ref, [at(row), at(column)])
-            # scales of a chunk: [32 quads of threads, 2 halves of the rows, 4 groups]
-            i8 = ir.IntegerType.get_signless(8)
-            place = arith.muli(arith.divui(thread, number(4)), number(8))
-            eight = vector.load(ir.VectorType.get((8,), i8), scales_ref, [at(number(chunk)), at(place)])
-            pair = vector.bitcast(ir.VectorType.get((2,), i32), eight)
-            bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
-            registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, CHUNK)), dtype=object)
-            flat = {}
-            for group in range(4):
-                word = vector.extract(four, [], [group])
-                for half in range(2):
-                    some = vector.extract(pair, [], [half])
-                    select = group | 0x40 | group << 8 | 0x4000
-                    scale = asm(
-                        f"{{\n.reg .b32 t;\nprmt.b32 t, $1, 0, {select:#x};\nshl.b32 t, t, 4;\n"
-                        "add.u32 $0, t, 0x76007600;\n}",
-                        some,
-                    )
-                    for right in range(2):
-                        body = _shifted("$1", 2 * right + half)
-                        value = asm(f"{{\n.reg .b32 a, b, c;\n{body}\nmul.rn.bf16x2 $0, a, $2;\n}}", word, scale)
-                        flat[2 * group + right, half] = vector.bitcast(
-                            bf16x2, vector.broadcast(ir.VectorType.get((1,), i32), value)
-                        )
-            # One register for each 8 columns and each half of a warp's 16 rows.
-            shape = registers.shape
-            order = registers.reshape(CHUNK // 8, 2)
-            for (eighth, half), value in flat.items():
-                order[eighth, half] = value
-            return mgpu.FragmentedArray(
-                _registers=order.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-            )
-
-        return fragment(words, scales)
-
-    return unpack
