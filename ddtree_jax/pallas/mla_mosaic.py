@@ -15,6 +15,7 @@ splits are merged by the Triton kernel that serves the other attention kernels; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,6 @@ from jax.experimental import pallas as pl
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.mla_mosaic_compute import (
     HALF,
-    HALVES,
     MASK,
     PIECES,
     RANK,
@@ -36,6 +36,7 @@ from ddtree_jax.pallas.mla_mosaic_compute import (
     Compute,
     Schedule,
     barrier_of,
+    piece_of,
 )
 from ddtree_jax.pallas.split_attention import (
     LOG2_E,
@@ -129,9 +130,6 @@ def _kernel(
     whole = splits == 1
     rows, block_rows = block * heads, block + -block % _ALIGN
 
-    def wide(x: jax.Array, columns: int) -> jax.Array:
-        return lax.broadcast_in_dim(x, (TILE, columns), [0])
-
     def body(layer_ref, lengths_ref, q_ref, cache_ref, block_ref, values_ref, *weights_ref, shared):
         split, b = lax.axis_index("split"), lax.axis_index("batch")
         own = lax.axis_index("tile")
@@ -160,7 +158,7 @@ def _kernel(
                         start, width = PIECES[name]
                         plgpu.copy_gmem_to_smem(
                             ref.at[pl.ds(row, TILE), pl.ds(start, width)],
-                            shared["k"][name].at[slot],
+                            piece_of(shared["k"], name, slot),
                             full.at[barrier_of(name, slot)],
                         )
 
@@ -176,7 +174,7 @@ def _kernel(
                                 q_ref.at[at, pl.ds(start, width)],
                                 shared["asked"].at[barrier_of(name, slots=1)],
                             )
-                            plgpu.copy_gmem_to_smem(piece, shared["q"][name], asked)
+                            plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name), asked)
 
                         @pl.when(column < 0)
                         def _prefix(name=name):
@@ -196,37 +194,41 @@ def _kernel(
 
                 lax.fori_loop(0, steps, copy, None)
 
-            for which in (0, 1):
+            def work(which):
+                plgpu.set_max_registers(schedule.registers[0], action="increase")
+                compute = Compute(
+                    plgpu, which, shared, schedule, first=first, length=length, block=block, scale=scale,
+                    interpreted=interpret is not None,
+                )  # fmt: skip
+                acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
+                safe = jnp.where(total == 0.0, 1.0, total)
+                acc = acc * lax.broadcast_in_dim(1.0 / safe, (TILE, HALF), [0])
+                part = 0 if whole else split * batch
+                at = pl.ds(((part + b) * query_tiles + own) * TILE, TILE)
 
-                @pl.when(group == which)
-                def _compute(which=which):
-                    plgpu.set_max_registers(schedule.registers[0], action="increase")
-                    compute = Compute(
-                        plgpu, which, shared, schedule, first=first, length=length, block=block, scale=scale,
-                        interpreted=interpret is not None,
-                    )  # fmt: skip
-                    acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
-                    safe = jnp.where(total == 0.0, 1.0, total)
-                    acc = acc / wide(safe, HALF)
-                    log = top + jnp.log(safe) * LOG2_E
-                    part = 0 if whole else split * batch
-                    at = pl.ds(((part + b) * query_tiles + own) * TILE, TILE)
+                # Nobody needs the queries any more.
+                out = shared["q"]["halves"].at[which]
+                out[...] = acc.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(which * HALF, HALF)])
+                if not whole:
 
-                    # Nobody needs the queries any more.
-                    out = shared["q"][HALVES[which]]
-                    out[...] = acc.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(which * HALF, HALF)])
-                    if which == 0 and not whole:
-                        weights_ref[0].at[at][...] = log
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    @pl.when(which == 0)
+                    def _weights():
+                        weights_ref[0].at[at][...] = top + jnp.log(safe) * LOG2_E
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            if schedule.seesaw:
+                for which in (0, 1):
+                    pl.when(group == which)(functools.partial(work, which))
+            else:
+                pl.when(group != 2)(functools.partial(work, group))  # one body: both share the instruction cache
 
     def pieces(*leading: int) -> dict[str, Any]:
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        return {
-            name: plgpu.SMEM((*leading, TILE, width), jnp.bfloat16, transforms=transforms)
-            for name, (_, width) in PIECES.items()
-        }
+        shapes = {"halves": (*leading, 2, TILE, HALF), "rope": (*leading, TILE, ROPE)}
+        return {name: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for name, shape in shapes.items()}
 
     readers = 1 if schedule.seesaw else 2
     count = splits * batch * rows

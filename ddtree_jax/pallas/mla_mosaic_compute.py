@@ -51,14 +51,19 @@ def barrier_of(name: str, slot: Any = 0, slots: int = SLOTS) -> Any:
     return (*PIECES, MASK).index(name) * slots + slot
 
 
+def piece_of(rows: dict[str, Any], name: str, *slot: Any) -> Any:
+    """A piece of rows in shared memory: the halves lie in one array, for an index that is known at run time only."""
+    return rows["rope"].at[slot] if name == "rope" else rows["halves"].at[*slot, HALVES.index(name)]
+
+
 class Compute:
     """A computing warpgroup, `which` of two; the one that holds columns [which * 256, which * 256 + 256)."""
 
     def __init__(
-        self, plgpu, which: int, shared, schedule: Schedule, *, first, length, block: int, scale: float,
+        self, plgpu, which: int | jax.Array, shared, schedule: Schedule, *, first, length, block: int, scale: float,
         interpreted: bool,
     ):  # fmt: skip
-        self.plgpu, self.which, self.half, self.shared, self.schedule = plgpu, which, HALVES[which], shared, schedule
+        self.plgpu, self.which, self.shared, self.schedule = plgpu, which, shared, schedule
         self.first, self.length, self.block = first, length, block
         self.scale, self.interpreted = scale, interpreted
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
@@ -104,7 +109,7 @@ class Compute:
                     plgpu.barrier_wait(shared["asked"].at[barrier_of(name, slots=1)])
 
                 plgpu.barrier_wait(shared["full"].at[barrier_of(name, slot)])
-                plgpu.wgmma(acc, shared["q"][name], shared["k"][name].at[slot].transpose((1, 0)))
+                plgpu.wgmma(acc, piece_of(shared["q"], name), piece_of(shared["k"], name, slot).transpose((1, 0)))
             return acc[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * (self.scale * LOG2_E)
@@ -127,13 +132,17 @@ class Compute:
             return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
         return mask(scores) if masked else scores
 
+    def values(self, slot: Any) -> Any:
+        """This half of a tile's values."""
+        return self.shared["k"]["halves"].at[slot, self.which]
+
     def clean(self, slot: Any) -> None:
         """Zeros for what is not finite in this half of the values of a masked tile.
 
         No scores may need them any more. Rows that see what is not finite have it in their weights; for the others, and
         in rows of keys that do not count, weights of zero meet it.
         """
-        plgpu, values = self.plgpu, self.shared["k"][self.half].at[slot]
+        plgpu, values = self.plgpu, self.values(slot)
 
         # A few columns at a time, for registers.
         for start in range(0, HALF, ROPE):
@@ -161,14 +170,14 @@ class Compute:
         if self.interpreted:
             # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
             given = keys["rope"].at[slot][...] if weights is None else weights
-            values = keys[self.half].at[slot][...]
+            values = self.values(slot)[...]
             plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
             acc = acc + jnp.dot(given, values, preferred_element_type=jnp.float32)
             return acc, meanwhile()
 
         def product(ref):
             ref[...] = acc
-            plgpu.wgmma(ref, keys["rope"].at[slot] if weights is None else weights, keys[self.half].at[slot])
+            plgpu.wgmma(ref, keys["rope"].at[slot] if weights is None else weights, self.values(slot))
             other = meanwhile()
             return ref[...], other
 
@@ -218,17 +227,17 @@ class Compute:
                 pl.when(self.is_masked(step))(lambda: self.clean(slot))
 
         def theirs(acc, fade, step, slot, masked, meanwhile=lambda: None):
-            plgpu.barrier_wait(shared["full"].at[barrier_of(self.half, slot)])
+            plgpu.barrier_wait(shared["full"].at[barrier_of(HALVES[which], slot)])
             clean(step, slot, masked)
             acc, other = self.add(acc, fade, None, slot, meanwhile)
             plgpu.barrier_arrive(shared["free"].at[barrier_of("rope", slot)])
-            plgpu.barrier_arrive(shared["free"].at[barrier_of(self.half, slot)])
+            plgpu.barrier_arrive(shared["free"].at[barrier_of(HALVES[which], slot)])
             return acc, other
 
         def ours(acc, fade, weights, step, slot, masked):
             clean(step, slot, masked)
             acc, _ = self.add(acc, fade, weights, slot)
-            plgpu.barrier_arrive(shared["free"].at[barrier_of(self.half, slot)])
+            plgpu.barrier_arrive(shared["free"].at[barrier_of(HALVES[which], slot)])
             return acc
 
         def first_alone(i, carry, masked):
