@@ -144,11 +144,14 @@ class Compute:
         """
         plgpu, values = self.plgpu, self.values(slot)
 
-        # A few columns at a time, for registers.
-        for start in range(0, HALF, ROPE):
-            part = values.at[pl.ds(0, TILE), pl.ds(start, ROPE)]
+        # A few columns at a time, for registers; a loop, for instructions.
+        def clean(i, carry):
+            part = values.at[pl.ds(0, TILE), pl.ds(i * ROPE, ROPE)]
             x = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
             part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
+            return carry
+
+        lax.fori_loop(0, HALF // ROPE, clean, None)
         plgpu.commit_smem()
 
     def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
