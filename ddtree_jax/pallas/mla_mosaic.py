@@ -15,7 +15,6 @@ splits are merged by the Triton kernel that serves the other attention kernels; 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax.experimental import pallas as pl
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.mla_mosaic_compute import (
     HALF,
+    FIRST,
     MASK,
     PIECES,
     RANK,
@@ -37,6 +37,7 @@ from ddtree_jax.pallas.mla_mosaic_compute import (
     Schedule,
     barrier_of,
     piece_of,
+    plain_tiles,
 )
 from ddtree_jax.pallas.split_attention import (
     LOG2_E,
@@ -139,7 +140,7 @@ def _kernel(
         steps = span.prefix[1] + span.block[1] - first
         prefix = cdiv(length, TILE)
         group = lax.axis_index("group")
-        full, free = shared["full"], shared["free"]
+        full = shared["full"]
 
         @pl.when(span.some)
         def _():
@@ -149,57 +150,56 @@ def _kernel(
                 at = pl.ds((b * query_tiles + own) * TILE, TILE)
                 cached = (layer_ref[0] * batch + b) * slots
 
-                def copy(i, carry):
-                    slot = lax.rem(i, jnp.int32(SLOTS))
-                    step = first + i
+                for name, (start, width) in PIECES.items():
+                    piece = q_ref.at[at, pl.ds(start, width)]
+                    plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name), shared["asked"])
+
+                # Not just SLOTS: for a constant, LLVM takes the first tiles out of the loop.
+                refill = first + jnp.minimum(steps, SLOTS)
+                pairs = first + plain_tiles(first, length, steps) // 2 * 2
+
+                def copy(step, carry):
+                    slot = lax.rem(step - first, jnp.int32(SLOTS))
+                    after = jnp.where(step >= pairs, 1, 0) if schedule.seesaw else 0
                     column = (step - prefix) * TILE  # of the block, where not negative
 
-                    def from_(ref, row, name):
-                        start, width = PIECES[name]
-                        plgpu.copy_gmem_to_smem(
-                            ref.at[pl.ds(row, TILE), pl.ds(start, width)],
-                            piece_of(shared["k"], name, slot),
-                            full.at[barrier_of(name, slot)],
-                        )
+                    def rows(ref, row):
+                        for name, (start, width) in PIECES.items():
+                            if schedule.seesaw or name == FIRST:
 
-                    for name, (start, width) in PIECES.items():
+                                @pl.when(step >= refill)
+                                def _wait(name=name):
+                                    plgpu.barrier_wait(shared["free"].at[barrier_of(name, slot)])
 
-                        @pl.when(i >= SLOTS)
-                        def _wait(name=name):
-                            plgpu.barrier_wait(free.at[barrier_of(name, slot)])
-
-                        @pl.when(i == 0)
-                        def _ask(name=name, start=start, width=width):
-                            piece, asked = (
-                                q_ref.at[at, pl.ds(start, width)],
-                                shared["asked"].at[barrier_of(name, slots=1)],
+                            plgpu.copy_gmem_to_smem(
+                                ref.at[pl.ds(row, TILE), pl.ds(start, width)],
+                                piece_of(shared["k"], name, slot),
+                                full.at[barrier_of(name, slot, after)],
                             )
-                            plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name), asked)
 
-                        @pl.when(column < 0)
-                        def _prefix(name=name):
-                            from_(cache_ref, cached + step * TILE, name)
+                    def cached_rows():
+                        rows(cache_ref, cached + step * TILE)
 
-                        @pl.when(column >= 0)
-                        def _block(name=name):
-                            from_(block_ref, b * block_rows + column, name)
-
-                    @pl.when(column >= 0)
-                    def _mask():
+                    def own_rows():
+                        rows(block_ref, b * block_rows + column)
                         # Behind the waits above: who frees the keys has read the mask.
                         mask = block_ref.at[b * block_rows + own * TILE // heads, pl.ds(RANK + ROPE + column, TILE)]
-                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot)])
+                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot, after)])
 
+                    lax.cond(column < 0, cached_rows, own_rows)
                     return carry
 
-                lax.fori_loop(0, steps, copy, None)
+                lax.fori_loop(first, first + steps, copy, None)
 
-            def work(which):
+            # One body for both: they share the instruction cache.
+            @pl.when(group != 2)
+            def _compute():
                 plgpu.set_max_registers(schedule.registers[0], action="increase")
                 compute = Compute(
-                    plgpu, which, shared, schedule, first=first, length=length, block=block, scale=scale,
+                    plgpu, group, shared, schedule, first=first, length=length, block=block, scale=scale,
                     interpreted=interpret is not None,
                 )  # fmt: skip
+                plgpu.barrier_wait(shared["asked"])
                 acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
                 safe = jnp.where(total == 0.0, 1.0, total)
                 acc = acc * lax.broadcast_in_dim(1.0 / safe, (TILE, HALF), [0])
@@ -207,30 +207,28 @@ def _kernel(
                 at = pl.ds(((part + b) * query_tiles + own) * TILE, TILE)
 
                 # Nobody needs the queries any more.
-                out = shared["q"]["halves"].at[which]
+                out = shared["q"]["halves"].at[group]
                 out[...] = acc.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(which * HALF, HALF)])
+                plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(group * HALF, HALF)])
                 if not whole:
 
-                    @pl.when(which == 0)
+                    @pl.when(group == 0)
                     def _weights():
                         weights_ref[0].at[at][...] = top + jnp.log(safe) * LOG2_E
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            if schedule.seesaw:
-                for which in (0, 1):
-                    pl.when(group == which)(functools.partial(work, which))
-            else:
-                pl.when(group != 2)(functools.partial(work, group))  # one body: both share the instruction cache
 
     def pieces(*leading: int) -> dict[str, Any]:
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         shapes = {"halves": (*leading, 2, TILE, HALF), "rope": (*leading, TILE, ROPE)}
         return {name: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for name, shape in shapes.items()}
 
-    readers = 1 if schedule.seesaw else 2
+    passed = {
+        "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
+        "sums": plgpu.SMEM((2, TILE), jnp.float32),
+        "ready": plgpu.Barrier(num_barriers=SLOTS),
+    }
     count = splits * batch * rows
     return plgpu.kernel(
         body,
@@ -249,14 +247,14 @@ def _kernel(
             shared={
                 "q": pieces(),
                 "k": pieces(SLOTS),
-                "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
-                "sums": plgpu.SMEM((2, TILE), jnp.float32),
                 MASK: plgpu.SMEM((SLOTS, TILE), jnp.bfloat16),
-                "asked": plgpu.Barrier(num_barriers=len(PIECES)),
-                "full": plgpu.Barrier(num_barriers=(len(PIECES) + 1) * SLOTS),
-                "free": plgpu.Barrier(num_arrivals=readers, num_barriers=len(PIECES) * SLOTS),
-                "ready": plgpu.Barrier(num_barriers=2),
+                "asked": plgpu.Barrier(num_arrivals=len(PIECES)),
+                "full": plgpu.Barrier(num_barriers=barrier_of(MASK, SLOTS, int(schedule.seesaw))),
+                "free": plgpu.Barrier(
+                    num_arrivals=1 if schedule.seesaw else 2, num_barriers=(len(PIECES) if schedule.seesaw else 1) * SLOTS
+                ),
                 "met": plgpu.Barrier(num_arrivals=2),
+                **(passed if schedule.seesaw else {}),
             },
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -20,6 +21,7 @@ HALF = RANK // 2
 SLOTS = 2
 # Pieces of a row by their first column and width, in the order in which a slot becomes free.
 PIECES = {"left": (0, HALF), "rope": (RANK, ROPE), "right": (HALF, HALF)}
+FIRST, *_ = PIECES  # for all of them, where they become free together
 HALVES = ("left", "right")
 MASK = "mask"  # of a tile of the block; copied like a piece
 
@@ -44,11 +46,19 @@ class Schedule:
         check_registers(self.registers)
 
 
-def barrier_of(name: str, slot: Any = 0, slots: int = SLOTS) -> Any:
+def barrier_of(name: str, slot: Any, after: Any = 0) -> Any:
     """Index of the barrier of a piece's slot. Of all pieces there is one array of barriers: the phases of an array are
     kept in one register.
+
+    `after`: 1 for tiles that follow the pairs of the seesaw. There a warpgroup does not wait for all pieces, and could
+    not tell the phases of those that it skipped.
     """
-    return (*PIECES, MASK).index(name) * slots + slot
+    return ((*PIECES, MASK).index(name) + after * (len(PIECES) + 1)) * SLOTS + slot
+
+
+def plain_tiles(first: jax.Array, length: jax.Array, steps: jax.Array) -> jax.Array:
+    """How many tiles come before the first masked one."""
+    return jnp.clip(length // TILE - first, 0, steps)
 
 
 def piece_of(rows: dict[str, Any], name: str, *slot: Any) -> Any:
@@ -73,13 +83,6 @@ class Compute:
         self.plgpu.barrier_arrive(self.shared["met"])
         self.plgpu.barrier_wait(self.shared["met"])
 
-    def is_masked(self, step: jax.Array) -> jax.Array:
-        return self.first + step >= self.length // TILE
-
-    def plain(self, steps: jax.Array) -> jax.Array:
-        """How many tiles come before the first masked one. A loop of their own leaves them the registers."""
-        return jnp.clip(self.length // TILE - self.first, 0, steps)
-
     def block_tile(self, step: jax.Array) -> jax.Array:
         """Which tile of the block; negative: of the prefix."""
         return self.first + step - cdiv(self.length, TILE)
@@ -97,25 +100,21 @@ class Compute:
             cast(jnp.zeros((TILE,), jnp.float32), self.down),
         )
 
-    def scores(self, step: jax.Array, slot: Any, masked: bool | None = None) -> jax.Array:
-        """float32 [64, 64] of a tile, times scale * log2(e), masked; `masked`: whether it is, where that is known."""
+    def scores(self, step: jax.Array, slot: Any, masked: bool) -> jax.Array:
+        """float32 [64, 64] of a tile, times scale * log2(e) and masked."""
         plgpu, shared = self.plgpu, self.shared
+        after = int(self.schedule.seesaw and masked)
 
         def product(acc):
             for name in PIECES:
-
-                @pl.when(step == (self.which if self.schedule.seesaw else 0))
-                def _first_scores(name=name):
-                    plgpu.barrier_wait(shared["asked"].at[barrier_of(name, slots=1)])
-
-                plgpu.barrier_wait(shared["full"].at[barrier_of(name, slot)])
+                plgpu.barrier_wait(shared["full"].at[barrier_of(name, slot, after)])
                 plgpu.wgmma(acc, piece_of(shared["q"], name), piece_of(shared["k"], name, slot).transpose((1, 0)))
             return acc[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * (self.scale * LOG2_E)
 
         def mask_row():
-            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot)])
+            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, after)])
             return plgpu.load(shared[MASK].at[slot], layout=self.across, optimized=False).astype(jnp.float32)
 
         def all_seen():
@@ -128,8 +127,6 @@ class Compute:
             # A key with an infinity may give -inf, which would hide it, where its values are NaN for those that see it.
             return jnp.where(visible, jnp.where(jnp.abs(scores) < jnp.inf, scores, jnp.nan), -jnp.inf)
 
-        if masked is None:
-            return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
         return mask(scores) if masked else scores
 
     def values(self, slot: Any) -> Any:
@@ -186,29 +183,55 @@ class Compute:
 
         return pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
-    def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
+    def release(self, slot: Any, *names: str) -> None:
+        for name in names:
+            self.plgpu.barrier_arrive(self.shared["free"].at[barrier_of(name, slot)])
 
-        def step(i, carry, masked):
-            acc, top, total = carry
-            slot = lax.rem(i, jnp.int32(SLOTS))
-            weights, sums, top, fade = self.weigh(self.scores(i, slot, masked), top)
-            if masked:
-                self.meet()  # both have read the keys
-                self.clean(slot)
-            acc, _ = self.add(acc, fade, weights, slot)
-            for name in PIECES:
-                self.plgpu.barrier_arrive(self.shared["free"].at[barrier_of(name, slot)])
-            return acc, top, total * fade + sums
+    def tile(self, i: jax.Array, carry: Any, masked: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """One tile, all of whose scores both warpgroups compute."""
+        acc, top, total = carry
+        slot = lax.rem(i, jnp.int32(SLOTS))
+        weights, sums, top, fade = self.weigh(self.scores(i, slot, masked), top)
+        if masked:
+            self.meet()  # both have read the keys
+            self.clean(slot)
+        acc, _ = self.add(acc, fade, weights, slot)
+        if self.schedule.seesaw:
+            # Each piece waits for one warpgroup.
+            assert masked
+            pl.when(self.which == 0)(lambda: self.release(slot, "left"))
+            pl.when(self.which == 1)(lambda: self.release(slot, "rope", "right"))
+        else:
+            self.release(slot, FIRST)
+        return acc, top, total * fade + sums
 
-        plain = self.plain(steps)
-        carry = lax.fori_loop(0, plain, functools.partial(step, masked=False), self.empty())
-        carry = lax.fori_loop(plain, steps, functools.partial(step, masked=True), carry)
+    def tail(self, start: jax.Array, steps: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        carry = lax.fori_loop(start, steps, functools.partial(self.tile, masked=True), carry)
         self.meet()  # both have read the queries
         return carry
 
+    def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
+        plain = plain_tiles(self.first, self.length, steps)
+        carry = lax.fori_loop(0, plain, functools.partial(self.tile, masked=False), self.empty())
+        return self.tail(plain, steps, carry)
+
     def seesaw(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """As `twice`; warpgroup w computes the scores of the tiles of slot w."""
+        """As `twice`; of pairs of plain tiles, warpgroup w computes the scores of those of slot w."""
+        pairs = plain_tiles(self.first, self.length, steps) // 2
+        acc, top, total = lax.cond(
+            self.which == 0, lambda: self.as_role(0).pairs(pairs), lambda: self.as_role(1).pairs(pairs)
+        )
+        # Each has summed the weights of its own tiles.
+        return self.tail(2 * pairs, steps, (acc, top, self.sum_of_both(total)))
+
+    def as_role(self, which: int) -> Compute:
+        """This warpgroup where it is known to be `which`."""
+        role = copy.copy(self)
+        role.which = which
+        return role
+
+    def pairs(self, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         plgpu, shared, which = self.plgpu, self.shared, self.which
         ready, row = shared["ready"], shared["row"]
 
@@ -224,43 +247,28 @@ class Compute:
             new = plgpu.load(row.at[slot], layout=self.down)
             return new, jnp.exp2(top - new)
 
-        def clean(step, slot, masked):
-            # The scores are done: by this warpgroup, or it has taken the maxima of the other.
-            if masked is None:
-                pl.when(self.is_masked(step))(lambda: self.clean(slot))
-
-        def theirs(acc, fade, step, slot, masked, meanwhile=lambda: None):
+        def theirs(acc, fade, slot, meanwhile=lambda: None):
             plgpu.barrier_wait(shared["full"].at[barrier_of(HALVES[which], slot)])
-            clean(step, slot, masked)
             acc, other = self.add(acc, fade, None, slot, meanwhile)
-            plgpu.barrier_arrive(shared["free"].at[barrier_of("rope", slot)])
-            plgpu.barrier_arrive(shared["free"].at[barrier_of(HALVES[which], slot)])
+            self.release(slot, "rope", HALVES[which])
             return acc, other
 
-        def ours(acc, fade, weights, step, slot, masked):
-            clean(step, slot, masked)
+        def ours(acc, fade, weights, slot):
             acc, _ = self.add(acc, fade, weights, slot)
-            plgpu.barrier_arrive(shared["free"].at[barrier_of(HALVES[which], slot)])
+            self.release(slot, HALVES[which])
             return acc
 
-        def first_alone(i, carry, masked):
-            """The tile of slot 0 by itself."""
+        def first(j, carry):
             acc, top, total = carry
-            if which == 0:
-                weights, sums, top, fade = self.weigh(self.scores(i, 0, masked), top)
-                give(0, weights, top)
-                return ours(acc, fade, weights, i, 0, masked), top, total * fade + sums
-            top, fade = take(0, top)
-            return theirs(acc, fade, i, 0, masked)[0], top, total * fade
+            weights, sums, top, fade = self.weigh(self.scores(2 * j, 0, False), top)
+            give(0, weights, top)
+            acc = ours(acc, fade, weights, 0)
+            top, later = take(1, top)
+            return theirs(acc, later, 1)[0], top, (total * fade + sums) * later
 
-        def two(j, carry, masked):
-            i = 2 * j
-            if which == 0:
-                acc, top, total = first_alone(i, carry, masked)
-                top, fade = take(1, top)
-                return theirs(acc, fade, i + 1, 1, masked)[0], top, total * fade
+        def second(j, carry):
             acc, top, total = carry
-            scores = self.scores(i + 1, 1, masked)
+            scores = self.scores(2 * j + 1, 1, False)
             top, early = take(0, top)
 
             def own_weights():
@@ -268,15 +276,10 @@ class Compute:
                 give(1, weights, new)
                 return weights, sums, new, fade
 
-            acc, (weights, sums, top, fade) = theirs(acc, early, i, 0, masked, own_weights)
-            return ours(acc, fade, weights, i + 1, 1, masked), top, total * early * fade + sums
+            acc, (weights, sums, top, fade) = theirs(acc, early, 0, own_weights)
+            return ours(acc, fade, weights, 1), top, total * early * fade + sums
 
-        carry = lax.fori_loop(0, self.plain(steps) // 2, functools.partial(two, masked=False), self.empty())
-        carry = lax.fori_loop(self.plain(steps) // 2, steps // 2, functools.partial(two, masked=None), carry)
-        last = lambda *c: first_alone(steps - 1, c, None)  # noqa: E731
-        acc, top, total = lax.cond(steps % 2 == 1, last, lambda *c: c, *carry)
-        # Each has summed the weights of its own tiles.
-        return acc, top, self.sum_of_both(total)
+        return lax.fori_loop(0, count, second if which else first, self.empty())
 
     def sum_of_both(self, total: jax.Array) -> jax.Array:
         plgpu, row = self.plgpu, self.shared["sums"]
