@@ -83,6 +83,9 @@ class Compute:
         self.plgpu.barrier_arrive(self.shared["met"])
         self.plgpu.barrier_wait(self.shared["met"])
 
+    def is_masked(self, step: jax.Array) -> jax.Array:
+        return self.first + step >= self.length // TILE
+
     def block_tile(self, step: jax.Array) -> jax.Array:
         """Which tile of the block; negative: of the prefix."""
         return self.first + step - cdiv(self.length, TILE)
@@ -100,10 +103,10 @@ class Compute:
             cast(jnp.zeros((TILE,), jnp.float32), self.down),
         )
 
-    def scores(self, step: jax.Array, slot: Any, masked: bool) -> jax.Array:
+    def scores(self, step: jax.Array, slot: Any, masked: bool | None) -> jax.Array:
         """float32 [64, 64] of a tile, times scale * log2(e) and masked."""
         plgpu, shared = self.plgpu, self.shared
-        after = int(self.schedule.seesaw and masked)
+        after = int(self.schedule.seesaw and masked is not False)
 
         def product(acc):
             for name in PIECES:
@@ -127,6 +130,8 @@ class Compute:
             # A key with an infinity may give -inf, which would hide it, where its values are NaN for those that see it.
             return jnp.where(visible, jnp.where(jnp.abs(scores) < jnp.inf, scores, jnp.nan), -jnp.inf)
 
+        if masked is None:
+            return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
         return mask(scores) if masked else scores
 
     def values(self, slot: Any) -> Any:
@@ -192,13 +197,14 @@ class Compute:
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(SLOTS))
         weights, sums, top, fade = self.weigh(self.scores(i, slot, masked), top)
-        if masked:
+        @pl.when(self.is_masked(i))
+        def _clean():
             self.meet()  # both have read the keys
             self.clean(slot)
+
         acc, _ = self.add(acc, fade, weights, slot)
         if self.schedule.seesaw:
             # Each piece waits for one warpgroup.
-            assert masked
             pl.when(self.which == 0)(lambda: self.release(slot, "left"))
             pl.when(self.which == 1)(lambda: self.release(slot, "rope", "right"))
         else:
@@ -206,15 +212,13 @@ class Compute:
         return acc, top, total * fade + sums
 
     def tail(self, start: jax.Array, steps: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        carry = lax.fori_loop(start, steps, functools.partial(self.tile, masked=True), carry)
+        carry = lax.fori_loop(start, steps, functools.partial(self.tile, masked=None), carry)
         self.meet()  # both have read the queries
         return carry
 
     def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
-        plain = plain_tiles(self.first, self.length, steps)
-        carry = lax.fori_loop(0, plain, functools.partial(self.tile, masked=False), self.empty())
-        return self.tail(plain, steps, carry)
+        return self.tail(0, steps, self.empty())
 
     def seesaw(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """As `twice`; of pairs of plain tiles, warpgroup w computes the scores of those of slot w."""
