@@ -25,8 +25,8 @@ from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.mla_mosaic_compute import (
-    HALF,
     FIRST,
+    HALF,
     MASK,
     PIECES,
     RANK,
@@ -152,7 +152,7 @@ def _kernel(
 
                 for name, (start, width) in PIECES.items():
                     piece = q_ref.at[at, pl.ds(start, width)]
-                    plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name), shared["asked"])
+                    plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name, 0), shared["asked"])
 
                 # Not just SLOTS: for a constant, LLVM takes the first tiles out of the loop.
                 refill = first + jnp.minimum(steps, SLOTS)
@@ -207,7 +207,7 @@ def _kernel(
                 at = pl.ds(((part + b) * query_tiles + own) * TILE, TILE)
 
                 # Nobody needs the queries any more.
-                out = shared["q"]["halves"].at[group]
+                out = shared["q"]["halves"].at[0, group]
                 out[...] = acc.astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(group * HALF, HALF)])
@@ -221,6 +221,7 @@ def _kernel(
 
     def pieces(*leading: int) -> dict[str, Any]:
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+        leading = leading or (1,)
         shapes = {"halves": (*leading, 2, TILE, HALF), "rope": (*leading, TILE, ROPE)}
         return {name: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for name, shape in shapes.items()}
 
@@ -251,7 +252,8 @@ def _kernel(
                 "asked": plgpu.Barrier(num_arrivals=len(PIECES)),
                 "full": plgpu.Barrier(num_barriers=barrier_of(MASK, SLOTS, int(schedule.seesaw))),
                 "free": plgpu.Barrier(
-                    num_arrivals=1 if schedule.seesaw else 2, num_barriers=(len(PIECES) if schedule.seesaw else 1) * SLOTS
+                    num_arrivals=1 if schedule.seesaw else 2,
+                    num_barriers=(len(PIECES) if schedule.seesaw else 1) * SLOTS,
                 ),
                 "met": plgpu.Barrier(num_arrivals=2),
                 **(passed if schedule.seesaw else {}),

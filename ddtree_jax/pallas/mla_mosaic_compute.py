@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,15 +102,21 @@ class Compute:
             cast(jnp.zeros((TILE,), jnp.float32), self.down),
         )
 
-    def scores(self, step: jax.Array, slot: Any, masked: bool | None) -> jax.Array:
-        """float32 [64, 64] of a tile, times scale * log2(e) and masked."""
+    def zero(self, i: jax.Array) -> jax.Array:
+        """0, which the compiler does not know: addresses with a constant index, or one that no step of a loop changes,
+        it computes before the loop, and then it has no registers left for the loop.
+        """
+        return i & (self.length >> 31)
+
+    def scores(self, step: jax.Array, slot: Any, masked: bool, zero: jax.Array) -> jax.Array:
+        """float32 [64, 64] of a tile, times scale * log2(e) and masked, if they may have to be."""
         plgpu, shared = self.plgpu, self.shared
-        after = int(self.schedule.seesaw and masked is not False)
+        after = int(self.schedule.seesaw and masked)
 
         def product(acc):
             for name in PIECES:
                 plgpu.barrier_wait(shared["full"].at[barrier_of(name, slot, after)])
-                plgpu.wgmma(acc, piece_of(shared["q"], name), piece_of(shared["k"], name, slot).transpose((1, 0)))
+                plgpu.wgmma(acc, piece_of(shared["q"], name, zero), piece_of(shared["k"], name, slot).transpose((1, 0)))
             return acc[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * (self.scale * LOG2_E)
@@ -130,9 +135,9 @@ class Compute:
             # A key with an infinity may give -inf, which would hide it, where its values are NaN for those that see it.
             return jnp.where(visible, jnp.where(jnp.abs(scores) < jnp.inf, scores, jnp.nan), -jnp.inf)
 
-        if masked is None:
+        if masked:
             return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
-        return mask(scores) if masked else scores
+        return scores
 
     def values(self, slot: Any) -> Any:
         """This half of a tile's values."""
@@ -192,11 +197,12 @@ class Compute:
         for name in names:
             self.plgpu.barrier_arrive(self.shared["free"].at[barrier_of(name, slot)])
 
-    def tile(self, i: jax.Array, carry: Any, masked: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def tile(self, i: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """One tile, all of whose scores both warpgroups compute."""
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(SLOTS))
-        weights, sums, top, fade = self.weigh(self.scores(i, slot, masked), top)
+        weights, sums, top, fade = self.weigh(self.scores(i, slot, True, self.zero(i)), top)
+
         @pl.when(self.is_masked(i))
         def _clean():
             self.meet()  # both have read the keys
@@ -212,7 +218,7 @@ class Compute:
         return acc, top, total * fade + sums
 
     def tail(self, start: jax.Array, steps: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        carry = lax.fori_loop(start, steps, functools.partial(self.tile, masked=None), carry)
+        carry = lax.fori_loop(start, steps, self.tile, carry)
         self.meet()  # both have read the queries
         return carry
 
@@ -224,7 +230,10 @@ class Compute:
         """As `twice`; of pairs of plain tiles, warpgroup w computes the scores of those of slot w."""
         pairs = plain_tiles(self.first, self.length, steps) // 2
         acc, top, total = lax.cond(
-            self.which == 0, lambda: self.as_role(0).pairs(pairs), lambda: self.as_role(1).pairs(pairs)
+            self.which == 0,
+            lambda *carry: self.as_role(0).pairs(pairs, carry),
+            lambda *carry: self.as_role(1).pairs(pairs, carry),
+            *self.empty(),
         )
         # Each has summed the weights of its own tiles.
         return self.tail(2 * pairs, steps, (acc, top, self.sum_of_both(total)))
@@ -235,7 +244,7 @@ class Compute:
         role.which = which
         return role
 
-    def pairs(self, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def pairs(self, count: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         plgpu, shared, which = self.plgpu, self.shared, self.which
         ready, row = shared["ready"], shared["row"]
 
@@ -264,26 +273,30 @@ class Compute:
 
         def first(j, carry):
             acc, top, total = carry
-            weights, sums, top, fade = self.weigh(self.scores(2 * j, 0, False), top)
-            give(0, weights, top)
-            acc = ours(acc, fade, weights, 0)
-            top, later = take(1, top)
-            return theirs(acc, later, 1)[0], top, (total * fade + sums) * later
+            zero = self.zero(j)
+            one = zero + 1
+            weights, sums, top, fade = self.weigh(self.scores(2 * j, zero, False, zero), top)
+            give(zero, weights, top)
+            acc = ours(acc, fade, weights, zero)
+            top, later = take(one, top)
+            return theirs(acc, later, one)[0], top, (total * fade + sums) * later
 
         def second(j, carry):
             acc, top, total = carry
-            scores = self.scores(2 * j + 1, 1, False)
-            top, early = take(0, top)
+            zero = self.zero(j)
+            one = zero + 1
+            scores = self.scores(2 * j + 1, one, False, zero)
+            top, early = take(zero, top)
 
             def own_weights():
                 weights, sums, new, fade = self.weigh(scores, top)
-                give(1, weights, new)
+                give(one, weights, new)
                 return weights, sums, new, fade
 
-            acc, (weights, sums, top, fade) = theirs(acc, early, 0, own_weights)
-            return ours(acc, fade, weights, 1), top, total * early * fade + sums
+            acc, (weights, sums, top, fade) = theirs(acc, early, zero, own_weights)
+            return ours(acc, fade, weights, one), top, total * early * fade + sums
 
-        return lax.fori_loop(0, count, second if which else first, self.empty())
+        return lax.fori_loop(0, count, second if which else first, carry)
 
     def sum_of_both(self, total: jax.Array) -> jax.Array:
         plgpu, row = self.plgpu, self.shared["sums"]
