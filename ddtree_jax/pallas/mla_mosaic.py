@@ -54,7 +54,7 @@ _ALIGN = 8  # rows: the swizzled tiles that TMA copies; it would fill those of a
 _LONG = 14
 
 
-def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
+def _check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> None:
     if platform.generation != HOPPER:
         raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
     if q.dtype != jnp.bfloat16:
@@ -65,6 +65,8 @@ def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
         raise NotImplementedError(f"{q.shape[1]} rows of {q.shape[2]} heads: a multiple of {TILE} heads only")
     if cache.shape[2] % _ALIGN:
         raise NotImplementedError(f"a cache of {cache.shape[2]} slots: a multiple of {_ALIGN} only")
+    if scale <= 0:
+        raise NotImplementedError(f"scale {scale}: maxima are taken before it")
     require_mosaic()
 
 
@@ -77,7 +79,7 @@ def mla_mosaic(
     `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
     interpreted.
     """
-    _check(q, cache, rank, platform)
+    _check(q, cache, rank, scale, platform)
     schedule = Schedule() if schedule is None else schedule
     b, t, heads, c = q.shape
     rows, block_tiles = t * heads, cdiv(t, TILE)
@@ -134,7 +136,7 @@ def _kernel(
     def body(layer_ref, lengths_ref, q_ref, cache_ref, block_ref, values_ref, *weights_ref, shared):
         split, b = lax.axis_index("split"), lax.axis_index("batch")
         own = lax.axis_index("tile")
-        length = lengths_ref[b]
+        length, layer = lengths_ref[b], layer_ref[0]
         span = split_range(length, split, tiles, splits, block_tiles)
         first = span.prefix[0] + span.block[0]
         steps = span.prefix[1] + span.block[1] - first
@@ -148,7 +150,7 @@ def _kernel(
             def _copy():
                 plgpu.set_max_registers(schedule.registers[1], action="decrease")
                 at = pl.ds((b * query_tiles + own) * TILE, TILE)
-                cached = (layer_ref[0] * batch + b) * slots
+                cached = (layer * batch + b) * slots
 
                 for name, (start, width) in PIECES.items():
                     piece = q_ref.at[at, pl.ds(start, width)]

@@ -74,7 +74,7 @@ class Compute:
     ):  # fmt: skip
         self.plgpu, self.which, self.shared, self.schedule = plgpu, which, shared, schedule
         self.first, self.length, self.block = first, length, block
-        self.scale, self.interpreted = scale, interpreted
+        self.factor, self.interpreted = scale * LOG2_E, interpreted
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
     def meet(self) -> None:
@@ -109,7 +109,7 @@ class Compute:
         return i & (self.length >> 31)
 
     def scores(self, step: jax.Array, slot: Any, masked: bool, zero: jax.Array) -> jax.Array:
-        """float32 [64, 64] of a tile, times scale * log2(e) and masked, if they may have to be."""
+        """float32 [64, 64] of a tile, masked if `masked` and the tile needs it."""
         plgpu, shared = self.plgpu, self.shared
         after = int(self.schedule.seesaw and masked)
 
@@ -119,7 +119,7 @@ class Compute:
                 plgpu.wgmma(acc, piece_of(shared["q"], name, zero), piece_of(shared["k"], name, slot).transpose((1, 0)))
             return acc[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * (self.scale * LOG2_E)
+        scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
 
         def mask_row():
             plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, after)])
@@ -163,8 +163,9 @@ class Compute:
 
     def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(weights bf16 [64, 64], their sums, the new maxima, what older sums fade by)."""
-        new = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
+        # Scaled after the maximum, so that it is one instruction with the difference.
+        new = jnp.maximum(top, jnp.max(scores, axis=1) * self.factor)
+        weights = jnp.exp2(scores * self.factor - lax.broadcast_in_dim(new, scores.shape, [0]))
         return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
 
     def add(
