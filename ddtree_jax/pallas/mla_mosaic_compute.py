@@ -204,14 +204,18 @@ class Compute:
         slot = lax.rem(i, jnp.int32(SLOTS))
         weights, sums, top, fade = self.weigh(self.scores(i, slot, True, self.zero(i)), top)
 
+        # Both must have read the keys before one warpgroup cleans them, or frees a piece for both as in the seesaw.
+        if self.schedule.seesaw:
+            self.meet()
+
         @pl.when(self.is_masked(i))
         def _clean():
-            self.meet()  # both have read the keys
+            if not self.schedule.seesaw:
+                self.meet()
             self.clean(slot)
 
         acc, _ = self.add(acc, fade, weights, slot)
         if self.schedule.seesaw:
-            # Each piece waits for one warpgroup.
             pl.when(self.which == 0)(lambda: self.release(slot, "left"))
             pl.when(self.which == 1)(lambda: self.release(slot, "rope", "right"))
         else:
@@ -225,7 +229,8 @@ class Compute:
 
     def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
-        return self.tail(0, steps, self.empty())
+        # There is one: else zeros would be written for a loop without steps, too.
+        return self.tail(0, jnp.maximum(steps, 1), self.empty())
 
     def seesaw(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """As `twice`; of pairs of plain tiles, warpgroup w computes the scores of those of slot w."""
