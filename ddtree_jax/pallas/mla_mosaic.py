@@ -3,7 +3,11 @@
 A block of threads takes 64 query rows (heads of one block row) and one split of the keys. Queries stay in shared
 memory; a warpgroup copies tiles of 64 keys into two slots by TMA, and two warpgroups compute. Each of these holds half
 of the output's columns, for 64 x 512 sums do not fit the registers of one. A tile is cut into the columns of the two
-halves and the rope, so that a piece is refilled as soon as its last reader is done.
+halves and the rope, so that products begin with the first piece and, in the seesaw, a piece is refilled as soon as its
+last reader is done.
+
+A call is short: at short contexts most of it goes to instructions that are not in their cache yet. So both computing
+warpgroups share one body where they can, and what follows aims at few instructions as much as at short loops.
 
 The tiles that need a mask or hold rows that nobody may read are few: the last one of a prefix, unless it is full, and
 those of the block. They are copied like the others, with whatever lies behind the rows that count; their scores are

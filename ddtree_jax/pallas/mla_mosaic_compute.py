@@ -30,9 +30,10 @@ class Schedule:
     """How the two computing warpgroups share the work.
 
     Attributes:
-      seesaw: they compute the scores of every other tile and pass weights and maxima to each other through shared
-        memory; the second one weighs its scores while the values of the tile before are added. Otherwise both compute
-        all scores, half again as many products, and pass nothing. None: by the number of tiles.
+      seesaw: of a pair of tiles without a mask each computes the scores of one, and they pass weights and maxima to
+        each other through shared memory; the second one weighs its scores while the values of the tile before are
+        added. Otherwise, and in all other tiles, both compute all scores, half again as many products, and pass
+        nothing. None: by the number of tiles.
       splits: of the keys, or None: chosen by `split_attention.num_splits`.
       registers: of a thread that computes, and of one that copies.
     """
@@ -49,8 +50,8 @@ def barrier_of(name: str, slot: Any, after: Any = 0) -> Any:
     """Index of the barrier of a piece's slot. Of all pieces there is one array of barriers: the phases of an array are
     kept in one register.
 
-    `after`: 1 for tiles that follow the pairs of the seesaw. There a warpgroup does not wait for all pieces, and could
-    not tell the phases of those that it skipped.
+    `after`: 1 for tiles that follow the pairs of the seesaw: in pairs a warpgroup does not wait for all pieces, and so
+    does not know the phases of all their barriers.
     """
     return ((*PIECES, MASK).index(name) + after * (len(PIECES) + 1)) * SLOTS + slot
 
@@ -61,7 +62,7 @@ def plain_tiles(first: jax.Array, length: jax.Array, steps: jax.Array) -> jax.Ar
 
 
 def piece_of(rows: dict[str, Any], name: str, *slot: Any) -> Any:
-    """A piece of rows in shared memory: the halves lie in one array, for an index that is known at run time only."""
+    """A piece of rows in shared memory. The halves lie in one array, so that one body serves both warpgroups."""
     return rows["rope"].at[slot] if name == "rope" else rows["halves"].at[*slot, HALVES.index(name)]
 
 
