@@ -3,7 +3,11 @@
 A block of threads takes 64 query rows (heads of one block row) and one split of the keys. Queries stay in shared
 memory; a warpgroup copies tiles of 64 keys into two slots by TMA, and two warpgroups compute. Each of these holds half
 of the output's columns, for 64 x 512 sums do not fit the registers of one. A tile is cut into the columns of the two
-halves and the rope, so that a piece is refilled as soon as its last reader is done.
+halves and the rope, so that products begin with the first piece and, in the seesaw, a piece is refilled as soon as its
+last reader is done.
+
+A call is short: at short contexts most of it goes to instructions that are not in their cache yet. So both computing
+warpgroups share one body where they can, and what follows aims at few instructions as much as at short loops.
 
 The tiles that need a mask or hold rows that nobody may read are few: the last one of a prefix, unless it is full, and
 those of the block. They are copied like the others, with whatever lies behind the rows that count; their scores are
@@ -25,8 +29,8 @@ from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.mla_mosaic_compute import (
+    FIRST,
     HALF,
-    HALVES,
     MASK,
     PIECES,
     RANK,
@@ -36,6 +40,8 @@ from ddtree_jax.pallas.mla_mosaic_compute import (
     Compute,
     Schedule,
     barrier_of,
+    piece_of,
+    plain_tiles,
 )
 from ddtree_jax.pallas.split_attention import (
     LOG2_E,
@@ -52,7 +58,7 @@ _ALIGN = 8  # rows: the swizzled tiles that TMA copies; it would fill those of a
 _LONG = 14
 
 
-def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
+def _check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> None:
     if platform.generation != HOPPER:
         raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
     if q.dtype != jnp.bfloat16:
@@ -63,6 +69,8 @@ def _check(q: Any, cache: Any, rank: int, platform: Platform) -> None:
         raise NotImplementedError(f"{q.shape[1]} rows of {q.shape[2]} heads: a multiple of {TILE} heads only")
     if cache.shape[2] % _ALIGN:
         raise NotImplementedError(f"a cache of {cache.shape[2]} slots: a multiple of {_ALIGN} only")
+    if scale <= 0:
+        raise NotImplementedError(f"scale {scale}: maxima are taken before it")
     require_mosaic()
 
 
@@ -75,7 +83,7 @@ def mla_mosaic(
     `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
     interpreted.
     """
-    _check(q, cache, rank, platform)
+    _check(q, cache, rank, scale, platform)
     schedule = Schedule() if schedule is None else schedule
     b, t, heads, c = q.shape
     rows, block_tiles = t * heads, cdiv(t, TILE)
@@ -129,19 +137,16 @@ def _kernel(
     whole = splits == 1
     rows, block_rows = block * heads, block + -block % _ALIGN
 
-    def wide(x: jax.Array, columns: int) -> jax.Array:
-        return lax.broadcast_in_dim(x, (TILE, columns), [0])
-
     def body(layer_ref, lengths_ref, q_ref, cache_ref, block_ref, values_ref, *weights_ref, shared):
         split, b = lax.axis_index("split"), lax.axis_index("batch")
         own = lax.axis_index("tile")
-        length = lengths_ref[b]
+        length, layer = lengths_ref[b], layer_ref[0]
         span = split_range(length, split, tiles, splits, block_tiles)
         first = span.prefix[0] + span.block[0]
         steps = span.prefix[1] + span.block[1] - first
         prefix = cdiv(length, TILE)
         group = lax.axis_index("group")
-        full, free = shared["full"], shared["free"]
+        full = shared["full"]
 
         @pl.when(span.some)
         def _():
@@ -149,86 +154,88 @@ def _kernel(
             def _copy():
                 plgpu.set_max_registers(schedule.registers[1], action="decrease")
                 at = pl.ds((b * query_tiles + own) * TILE, TILE)
-                cached = (layer_ref[0] * batch + b) * slots
+                cached = (layer * batch + b) * slots
 
-                def copy(i, carry):
-                    slot = lax.rem(i, jnp.int32(SLOTS))
-                    step = first + i
+                for name, (start, width) in PIECES.items():
+                    piece = q_ref.at[at, pl.ds(start, width)]
+                    plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name, 0), shared["asked"])
+
+                # Not just SLOTS: for a constant, LLVM takes the first tiles out of the loop.
+                refill = first + jnp.minimum(steps, SLOTS)
+                pairs = first + plain_tiles(first, length, steps) // 2 * 2
+
+                def copy(step, carry):
+                    slot = lax.rem(step - first, jnp.int32(SLOTS))
+                    after = jnp.where(step >= pairs, 1, 0) if schedule.seesaw else 0
                     column = (step - prefix) * TILE  # of the block, where not negative
 
-                    def from_(ref, row, name):
-                        start, width = PIECES[name]
-                        plgpu.copy_gmem_to_smem(
-                            ref.at[pl.ds(row, TILE), pl.ds(start, width)],
-                            shared["k"][name].at[slot],
-                            full.at[barrier_of(name, slot)],
-                        )
+                    def rows(ref, row):
+                        for name, (start, width) in PIECES.items():
+                            if schedule.seesaw or name == FIRST:
 
-                    for name, (start, width) in PIECES.items():
+                                @pl.when(step >= refill)
+                                def _wait(name=name):
+                                    plgpu.barrier_wait(shared["free"].at[barrier_of(name, slot)])
 
-                        @pl.when(i >= SLOTS)
-                        def _wait(name=name):
-                            plgpu.barrier_wait(free.at[barrier_of(name, slot)])
-
-                        @pl.when(i == 0)
-                        def _ask(name=name, start=start, width=width):
-                            piece, asked = (
-                                q_ref.at[at, pl.ds(start, width)],
-                                shared["asked"].at[barrier_of(name, slots=1)],
+                            plgpu.copy_gmem_to_smem(
+                                ref.at[pl.ds(row, TILE), pl.ds(start, width)],
+                                piece_of(shared["k"], name, slot),
+                                full.at[barrier_of(name, slot, after)],
                             )
-                            plgpu.copy_gmem_to_smem(piece, shared["q"][name], asked)
 
-                        @pl.when(column < 0)
-                        def _prefix(name=name):
-                            from_(cache_ref, cached + step * TILE, name)
+                    def cached_rows():
+                        rows(cache_ref, cached + step * TILE)
 
-                        @pl.when(column >= 0)
-                        def _block(name=name):
-                            from_(block_ref, b * block_rows + column, name)
-
-                    @pl.when(column >= 0)
-                    def _mask():
+                    def own_rows():
+                        rows(block_ref, b * block_rows + column)
                         # Behind the waits above: who frees the keys has read the mask.
                         mask = block_ref.at[b * block_rows + own * TILE // heads, pl.ds(RANK + ROPE + column, TILE)]
-                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot)])
+                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot, after)])
 
+                    lax.cond(column < 0, cached_rows, own_rows)
                     return carry
 
-                lax.fori_loop(0, steps, copy, None)
+                lax.fori_loop(first, first + steps, copy, None)
 
-            for which in (0, 1):
+            # One body for both: they share the instruction cache.
+            @pl.when(group != 2)
+            def _compute():
+                plgpu.set_max_registers(schedule.registers[0], action="increase")
+                compute = Compute(
+                    plgpu, group, shared, schedule, first=first, length=length, block=block, scale=scale,
+                    interpreted=interpret is not None,
+                )  # fmt: skip
+                plgpu.barrier_wait(shared["asked"])
+                acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
+                safe = jnp.where(total == 0.0, 1.0, total)
+                acc = acc * lax.broadcast_in_dim(1.0 / safe, (TILE, HALF), [0])
+                part = 0 if whole else split * batch
+                at = pl.ds(((part + b) * query_tiles + own) * TILE, TILE)
 
-                @pl.when(group == which)
-                def _compute(which=which):
-                    plgpu.set_max_registers(schedule.registers[0], action="increase")
-                    compute = Compute(
-                        plgpu, which, shared, schedule, first=first, length=length, block=block, scale=scale,
-                        interpreted=interpret is not None,
-                    )  # fmt: skip
-                    acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
-                    safe = jnp.where(total == 0.0, 1.0, total)
-                    acc = acc / wide(safe, HALF)
-                    log = top + jnp.log(safe) * LOG2_E
-                    part = 0 if whole else split * batch
-                    at = pl.ds(((part + b) * query_tiles + own) * TILE, TILE)
+                # Nobody needs the queries any more.
+                out = shared["q"]["halves"].at[0, group]
+                out[...] = acc.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(group * HALF, HALF)])
+                if not whole:
 
-                    # Nobody needs the queries any more.
-                    out = shared["q"][HALVES[which]]
-                    out[...] = acc.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(which * HALF, HALF)])
-                    if which == 0 and not whole:
-                        weights_ref[0].at[at][...] = log
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    @pl.when(group == 0)
+                    def _weights():
+                        weights_ref[0].at[at][...] = top + jnp.log(safe) * LOG2_E
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def pieces(*leading: int) -> dict[str, Any]:
         transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        return {
-            name: plgpu.SMEM((*leading, TILE, width), jnp.bfloat16, transforms=transforms)
-            for name, (_, width) in PIECES.items()
-        }
+        leading = leading or (1,)
+        shapes = {"halves": (*leading, 2, TILE, HALF), "rope": (*leading, TILE, ROPE)}
+        return {name: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for name, shape in shapes.items()}
 
-    readers = 1 if schedule.seesaw else 2
+    passed = {
+        "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
+        "sums": plgpu.SMEM((2, TILE), jnp.float32),
+        "ready": plgpu.Barrier(num_barriers=SLOTS),
+    }
     count = splits * batch * rows
     return plgpu.kernel(
         body,
@@ -247,14 +254,15 @@ def _kernel(
             shared={
                 "q": pieces(),
                 "k": pieces(SLOTS),
-                "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
-                "sums": plgpu.SMEM((2, TILE), jnp.float32),
                 MASK: plgpu.SMEM((SLOTS, TILE), jnp.bfloat16),
-                "asked": plgpu.Barrier(num_barriers=len(PIECES)),
-                "full": plgpu.Barrier(num_barriers=(len(PIECES) + 1) * SLOTS),
-                "free": plgpu.Barrier(num_arrivals=readers, num_barriers=len(PIECES) * SLOTS),
-                "ready": plgpu.Barrier(num_barriers=2),
+                "asked": plgpu.Barrier(num_arrivals=len(PIECES)),
+                "full": plgpu.Barrier(num_barriers=barrier_of(MASK, SLOTS, int(schedule.seesaw))),
+                "free": plgpu.Barrier(
+                    num_arrivals=1 if schedule.seesaw else 2,
+                    num_barriers=(len(PIECES) if schedule.seesaw else 1) * SLOTS,
+                ),
                 "met": plgpu.Barrier(num_arrivals=2),
+                **(passed if schedule.seesaw else {}),
             },
         ),
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +20,7 @@ HALF = RANK // 2
 SLOTS = 2
 # Pieces of a row by their first column and width, in the order in which a slot becomes free.
 PIECES = {"left": (0, HALF), "rope": (RANK, ROPE), "right": (HALF, HALF)}
+FIRST, *_ = PIECES  # for all of them, where they become free together
 HALVES = ("left", "right")
 MASK = "mask"  # of a tile of the block; copied like a piece
 
@@ -29,9 +30,10 @@ class Schedule:
     """How the two computing warpgroups share the work.
 
     Attributes:
-      seesaw: they compute the scores of every other tile and pass weights and maxima to each other through shared
-        memory; the second one weighs its scores while the values of the tile before are added. Otherwise both compute
-        all scores, half again as many products, and pass nothing. None: by the number of tiles.
+      seesaw: of a pair of tiles without a mask each computes the scores of one, and they pass weights and maxima to
+        each other through shared memory; the second one weighs its scores while the values of the tile before are
+        added. Otherwise, and in all other tiles, both compute all scores, half again as many products, and pass
+        nothing. None: by the number of tiles.
       splits: of the keys, or None: chosen by `split_attention.num_splits`.
       registers: of a thread that computes, and of one that copies.
     """
@@ -44,23 +46,36 @@ class Schedule:
         check_registers(self.registers)
 
 
-def barrier_of(name: str, slot: Any = 0, slots: int = SLOTS) -> Any:
+def barrier_of(name: str, slot: Any, after: Any = 0) -> Any:
     """Index of the barrier of a piece's slot. Of all pieces there is one array of barriers: the phases of an array are
     kept in one register.
+
+    `after`: 1 for tiles that follow the pairs of the seesaw: in pairs a warpgroup does not wait for all pieces, and so
+    does not know the phases of all their barriers.
     """
-    return (*PIECES, MASK).index(name) * slots + slot
+    return ((*PIECES, MASK).index(name) + after * (len(PIECES) + 1)) * SLOTS + slot
+
+
+def plain_tiles(first: jax.Array, length: jax.Array, steps: jax.Array) -> jax.Array:
+    """How many tiles come before the first masked one."""
+    return jnp.clip(length // TILE - first, 0, steps)
+
+
+def piece_of(rows: dict[str, Any], name: str, *slot: Any) -> Any:
+    """A piece of rows in shared memory. The halves lie in one array, so that one body serves both warpgroups."""
+    return rows["rope"].at[slot] if name == "rope" else rows["halves"].at[*slot, HALVES.index(name)]
 
 
 class Compute:
     """A computing warpgroup, `which` of two; the one that holds columns [which * 256, which * 256 + 256)."""
 
     def __init__(
-        self, plgpu, which: int, shared, schedule: Schedule, *, first, length, block: int, scale: float,
+        self, plgpu, which: int | jax.Array, shared, schedule: Schedule, *, first, length, block: int, scale: float,
         interpreted: bool,
     ):  # fmt: skip
-        self.plgpu, self.which, self.half, self.shared, self.schedule = plgpu, which, HALVES[which], shared, schedule
+        self.plgpu, self.which, self.shared, self.schedule = plgpu, which, shared, schedule
         self.first, self.length, self.block = first, length, block
-        self.scale, self.interpreted = scale, interpreted
+        self.factor, self.interpreted = scale * LOG2_E, interpreted
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
     def meet(self) -> None:
@@ -70,10 +85,6 @@ class Compute:
 
     def is_masked(self, step: jax.Array) -> jax.Array:
         return self.first + step >= self.length // TILE
-
-    def plain(self, steps: jax.Array) -> jax.Array:
-        """How many tiles come before the first masked one. A loop of their own leaves them the registers."""
-        return jnp.clip(self.length // TILE - self.first, 0, steps)
 
     def block_tile(self, step: jax.Array) -> jax.Array:
         """Which tile of the block; negative: of the prefix."""
@@ -92,25 +103,27 @@ class Compute:
             cast(jnp.zeros((TILE,), jnp.float32), self.down),
         )
 
-    def scores(self, step: jax.Array, slot: Any, masked: bool | None = None) -> jax.Array:
-        """float32 [64, 64] of a tile, times scale * log2(e), masked; `masked`: whether it is, where that is known."""
+    def zero(self, i: jax.Array) -> jax.Array:
+        """0, which the compiler does not know: addresses with a constant index, or one that no step of a loop changes,
+        it computes before the loop, and then it has no registers left for the loop.
+        """
+        return i & (self.length >> 31)
+
+    def scores(self, step: jax.Array, slot: Any, masked: bool, zero: jax.Array) -> jax.Array:
+        """float32 [64, 64] of a tile, masked if `masked` and the tile needs it."""
         plgpu, shared = self.plgpu, self.shared
+        after = int(self.schedule.seesaw and masked)
 
         def product(acc):
             for name in PIECES:
-
-                @pl.when(step == (self.which if self.schedule.seesaw else 0))
-                def _first_scores(name=name):
-                    plgpu.barrier_wait(shared["asked"].at[barrier_of(name, slots=1)])
-
-                plgpu.barrier_wait(shared["full"].at[barrier_of(name, slot)])
-                plgpu.wgmma(acc, shared["q"][name], shared["k"][name].at[slot].transpose((1, 0)))
+                plgpu.barrier_wait(shared["full"].at[barrier_of(name, slot, after)])
+                plgpu.wgmma(acc, piece_of(shared["q"], name, zero), piece_of(shared["k"], name, slot).transpose((1, 0)))
             return acc[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * (self.scale * LOG2_E)
+        scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
 
         def mask_row():
-            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot)])
+            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, after)])
             return plgpu.load(shared[MASK].at[slot], layout=self.across, optimized=False).astype(jnp.float32)
 
         def all_seen():
@@ -123,9 +136,13 @@ class Compute:
             # A key with an infinity may give -inf, which would hide it, where its values are NaN for those that see it.
             return jnp.where(visible, jnp.where(jnp.abs(scores) < jnp.inf, scores, jnp.nan), -jnp.inf)
 
-        if masked is None:
+        if masked:
             return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
-        return mask(scores) if masked else scores
+        return scores
+
+    def values(self, slot: Any) -> Any:
+        """This half of a tile's values."""
+        return self.shared["k"]["halves"].at[slot, self.which]
 
     def clean(self, slot: Any) -> None:
         """Zeros for what is not finite in this half of the values of a masked tile.
@@ -133,19 +150,23 @@ class Compute:
         No scores may need them any more. Rows that see what is not finite have it in their weights; for the others, and
         in rows of keys that do not count, weights of zero meet it.
         """
-        plgpu, values = self.plgpu, self.shared["k"][self.half].at[slot]
+        plgpu, values = self.plgpu, self.values(slot)
 
-        # A few columns at a time, for registers.
-        for start in range(0, HALF, ROPE):
-            part = values.at[pl.ds(0, TILE), pl.ds(start, ROPE)]
+        # A few columns at a time, for registers; a loop, for instructions.
+        def clean(i, carry):
+            part = values.at[pl.ds(0, TILE), pl.ds(i * ROPE, ROPE)]
             x = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
             part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
+            return carry
+
+        lax.fori_loop(0, HALF // ROPE, clean, None)
         plgpu.commit_smem()
 
     def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(weights bf16 [64, 64], their sums, the new maxima, what older sums fade by)."""
-        new = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
+        # Scaled after the maximum, so that it is one instruction with the difference.
+        new = jnp.maximum(top, jnp.max(scores, axis=1) * self.factor)
+        weights = jnp.exp2(scores * self.factor - lax.broadcast_in_dim(new, scores.shape, [0]))
         return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1), new, jnp.exp2(top - new)
 
     def add(
@@ -161,42 +182,76 @@ class Compute:
         if self.interpreted:
             # Mosaic's interpreter has neither sums that start from a value nor operands in registers.
             given = keys["rope"].at[slot][...] if weights is None else weights
-            values = keys[self.half].at[slot][...]
+            values = self.values(slot)[...]
             plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
             acc = acc + jnp.dot(given, values, preferred_element_type=jnp.float32)
             return acc, meanwhile()
 
         def product(ref):
             ref[...] = acc
-            plgpu.wgmma(ref, keys["rope"].at[slot] if weights is None else weights, keys[self.half].at[slot])
+            plgpu.wgmma(ref, keys["rope"].at[slot] if weights is None else weights, self.values(slot))
             other = meanwhile()
             return ref[...], other
 
         return pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
-    def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
+    def release(self, slot: Any, *names: str) -> None:
+        for name in names:
+            self.plgpu.barrier_arrive(self.shared["free"].at[barrier_of(name, slot)])
 
-        def step(i, carry, masked):
-            acc, top, total = carry
-            slot = lax.rem(i, jnp.int32(SLOTS))
-            weights, sums, top, fade = self.weigh(self.scores(i, slot, masked), top)
-            if masked:
-                self.meet()  # both have read the keys
-                self.clean(slot)
-            acc, _ = self.add(acc, fade, weights, slot)
-            for name in PIECES:
-                self.plgpu.barrier_arrive(self.shared["free"].at[barrier_of(name, slot)])
-            return acc, top, total * fade + sums
+    def tile(self, i: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """One tile, all of whose scores both warpgroups compute."""
+        acc, top, total = carry
+        slot = lax.rem(i, jnp.int32(SLOTS))
+        weights, sums, top, fade = self.weigh(self.scores(i, slot, True, self.zero(i)), top)
 
-        plain = self.plain(steps)
-        carry = lax.fori_loop(0, plain, functools.partial(step, masked=False), self.empty())
-        carry = lax.fori_loop(plain, steps, functools.partial(step, masked=True), carry)
+        # Both must have read the keys before one warpgroup cleans them, or frees a piece for both as in the seesaw.
+        if self.schedule.seesaw:
+            self.meet()
+
+        @pl.when(self.is_masked(i))
+        def _clean():
+            if not self.schedule.seesaw:
+                self.meet()
+            self.clean(slot)
+
+        acc, _ = self.add(acc, fade, weights, slot)
+        if self.schedule.seesaw:
+            pl.when(self.which == 0)(lambda: self.release(slot, "left"))
+            pl.when(self.which == 1)(lambda: self.release(slot, "rope", "right"))
+        else:
+            self.release(slot, FIRST)
+        return acc, top, total * fade + sums
+
+    def tail(self, start: jax.Array, steps: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        carry = lax.fori_loop(start, steps, self.tile, carry)
         self.meet()  # both have read the queries
         return carry
 
+    def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
+        # There is one: else zeros would be written for a loop without steps, too.
+        return self.tail(0, jnp.maximum(steps, 1), self.empty())
+
     def seesaw(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """As `twice`; warpgroup w computes the scores of the tiles of slot w."""
+        """As `twice`; of pairs of plain tiles, warpgroup w computes the scores of those of slot w."""
+        pairs = plain_tiles(self.first, self.length, steps) // 2
+        acc, top, total = lax.cond(
+            self.which == 0,
+            lambda *carry: self.as_role(0).pairs(pairs, carry),
+            lambda *carry: self.as_role(1).pairs(pairs, carry),
+            *self.empty(),
+        )
+        # Each has summed the weights of its own tiles.
+        return self.tail(2 * pairs, steps, (acc, top, self.sum_of_both(total)))
+
+    def as_role(self, which: int) -> Compute:
+        """This warpgroup where it is known to be `which`."""
+        role = copy.copy(self)
+        role.which = which
+        return role
+
+    def pairs(self, count: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         plgpu, shared, which = self.plgpu, self.shared, self.which
         ready, row = shared["ready"], shared["row"]
 
@@ -212,59 +267,43 @@ class Compute:
             new = plgpu.load(row.at[slot], layout=self.down)
             return new, jnp.exp2(top - new)
 
-        def clean(step, slot, masked):
-            # The scores are done: by this warpgroup, or it has taken the maxima of the other.
-            if masked is None:
-                pl.when(self.is_masked(step))(lambda: self.clean(slot))
-
-        def theirs(acc, fade, step, slot, masked, meanwhile=lambda: None):
-            plgpu.barrier_wait(shared["full"].at[barrier_of(self.half, slot)])
-            clean(step, slot, masked)
+        def theirs(acc, fade, slot, meanwhile=lambda: None):
+            plgpu.barrier_wait(shared["full"].at[barrier_of(HALVES[which], slot)])
             acc, other = self.add(acc, fade, None, slot, meanwhile)
-            plgpu.barrier_arrive(shared["free"].at[barrier_of("rope", slot)])
-            plgpu.barrier_arrive(shared["free"].at[barrier_of(self.half, slot)])
+            self.release(slot, "rope", HALVES[which])
             return acc, other
 
-        def ours(acc, fade, weights, step, slot, masked):
-            clean(step, slot, masked)
+        def ours(acc, fade, weights, slot):
             acc, _ = self.add(acc, fade, weights, slot)
-            plgpu.barrier_arrive(shared["free"].at[barrier_of(self.half, slot)])
+            self.release(slot, HALVES[which])
             return acc
 
-        def first_alone(i, carry, masked):
-            """The tile of slot 0 by itself."""
+        def first(j, carry):
             acc, top, total = carry
-            if which == 0:
-                weights, sums, top, fade = self.weigh(self.scores(i, 0, masked), top)
-                give(0, weights, top)
-                return ours(acc, fade, weights, i, 0, masked), top, total * fade + sums
-            top, fade = take(0, top)
-            return theirs(acc, fade, i, 0, masked)[0], top, total * fade
+            zero = self.zero(j)
+            one = zero + 1
+            weights, sums, top, fade = self.weigh(self.scores(2 * j, zero, False, zero), top)
+            give(zero, weights, top)
+            acc = ours(acc, fade, weights, zero)
+            top, later = take(one, top)
+            return theirs(acc, later, one)[0], top, (total * fade + sums) * later
 
-        def two(j, carry, masked):
-            i = 2 * j
-            if which == 0:
-                acc, top, total = first_alone(i, carry, masked)
-                top, fade = take(1, top)
-                return theirs(acc, fade, i + 1, 1, masked)[0], top, total * fade
+        def second(j, carry):
             acc, top, total = carry
-            scores = self.scores(i + 1, 1, masked)
-            top, early = take(0, top)
+            zero = self.zero(j)
+            one = zero + 1
+            scores = self.scores(2 * j + 1, one, False, zero)
+            top, early = take(zero, top)
 
             def own_weights():
                 weights, sums, new, fade = self.weigh(scores, top)
-                give(1, weights, new)
+                give(one, weights, new)
                 return weights, sums, new, fade
 
-            acc, (weights, sums, top, fade) = theirs(acc, early, i, 0, masked, own_weights)
-            return ours(acc, fade, weights, i + 1, 1, masked), top, total * early * fade + sums
+            acc, (weights, sums, top, fade) = theirs(acc, early, zero, own_weights)
+            return ours(acc, fade, weights, one), top, total * early * fade + sums
 
-        carry = lax.fori_loop(0, self.plain(steps) // 2, functools.partial(two, masked=False), self.empty())
-        carry = lax.fori_loop(self.plain(steps) // 2, steps // 2, functools.partial(two, masked=None), carry)
-        last = lambda *c: first_alone(steps - 1, c, None)  # noqa: E731
-        acc, top, total = lax.cond(steps % 2 == 1, last, lambda *c: c, *carry)
-        # Each has summed the weights of its own tiles.
-        return acc, top, self.sum_of_both(total)
+        return lax.fori_loop(0, count, second if which else first, carry)
 
     def sum_of_both(self, total: jax.Array) -> jax.Array:
         plgpu, row = self.plgpu, self.shared["sums"]

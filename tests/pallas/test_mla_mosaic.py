@@ -139,14 +139,16 @@ def test_block_rows(t):
 
 
 def test_what_is_refused():
-    def call(*, dtype=jnp.bfloat16, heads=HEADS, rank=RANK, width=RANK + ROPE, slots=64, platform=H200, batch=1):
+    def call(
+        *, dtype=jnp.bfloat16, heads=HEADS, rank=RANK, width=RANK + ROPE, slots=64, platform=H200, batch=1, scale=SCALE
+    ):
         spec = jax.ShapeDtypeStruct
         arrays = (
             spec((1, 2, heads, width), dtype), spec((LAYERS, batch, slots, width), dtype), spec((), jnp.int32),
             spec((1,), jnp.int32), spec((1, 2, width), dtype), spec((1, 2, 2), jnp.bool_),
         )  # fmt: skip
         # Not traced: what it refuses, it refuses before it looks at a value.
-        OPS["mla_attention"](*arrays, rank=rank, scale=SCALE, implementation="mosaic", platform=platform)
+        OPS["mla_attention"](*arrays, rank=rank, scale=scale, implementation="mosaic", platform=platform)
 
     for platform in (B200, RTX_PRO_6000, HOST):
         with pytest.raises(NotImplementedError, match="wgmma"):
@@ -161,6 +163,8 @@ def test_what_is_refused():
         call(heads=16)
     with pytest.raises(NotImplementedError, match="slots"):
         call(slots=60)
+    with pytest.raises(NotImplementedError, match="scale"):
+        call(scale=-1.0)
     with pytest.raises(ValueError, match="must agree"):
         call(batch=2)
 
