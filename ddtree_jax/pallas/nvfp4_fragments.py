@@ -88,9 +88,8 @@ def unpacker(plgpu: Any) -> Callable[[Any, Any, int], jax.Array]:
     return unpack
 
 
-def unpacked(words: Any, scales: Any, chunk: int) -> jax.Array:
-    """The same in plain JAX, for interpreted kernels; values are those of the weights."""
+def unpacked(words: Any, scales: Any) -> jax.Array:
+    """bf16 [64, 256], the same of all chunks in plain JAX, for interpreted kernels: the weights themselves."""
     codes = tile_codes(words[...].reshape(2, ROWS, GROUPS), FRAGMENTS)
     factors = scale_values(tile_scales(scales[...].reshape(ROWS, GROUPS), FRAGMENTS))
-    values = (code_values(codes) * factors[..., None]).reshape(ROWS, -1)
-    return values[:, chunk * CHUNK : (chunk + 1) * CHUNK].astype(jnp.bfloat16)
+    return (code_values(codes) * factors[..., None]).reshape(ROWS, -1).astype(jnp.bfloat16)

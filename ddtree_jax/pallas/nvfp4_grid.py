@@ -159,7 +159,7 @@ def _fragment_words(grid: jax.Array) -> jax.Array:
 
 
 def _fragment_scales(scales: jax.Array) -> jax.Array:
-    """uint8[NB, KB, ROWS, G] -> the same shape, in truth [.., 4 of K, 4, 8 (thread / 4), half of the rows, 4 groups]."""
+    """uint8[NB, KB, ROWS, G] -> the same shape, in truth [.., 4 of K, 4, 8 (thread / 4), 2 (half), 4 groups]."""
     nb, kb = scales.shape[:2]
     split = scales.reshape(nb, kb, *_FRAGMENT_ROWS, *_FRAGMENT_GROUPS)  # NB, KB, w, h, g, chunk, n
     return split.transpose(0, 1, 5, 2, 4, 3, 6).reshape(scales.shape)

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 
 from ddtree_jax.models.quant import GROUP
 from ddtree_jax.pallas.backend import Platform, dot, inline_asm
-from ddtree_jax.pallas.nvfp4_grid import BYTES, CODE_BITS, SHIFTED, code_values, group_codes, scale_values
+from ddtree_jax.pallas.nvfp4_grid import BYTES, CODE_BITS, FRAGMENTS, SHIFTED, code_values, group_codes, scale_values
 
-# Scales decode to value * 2^119, codes to value * 2^-126 (SHIFTED: their bits, in place, as bfloat16) or value * 2^-112
-# (BYTES: the bits of a float16, moved to where bfloat16 has them). The product is exact in bfloat16 (6 significant
-# bits) and neither overflows nor is subnormal.
-_RESTORE = {SHIFTED: 2.0**7, BYTES: 2.0**-7}
+# Scales decode to value * 2^119, codes to value * 2^-126 (SHIFTED, FRAGMENTS: their bits, in place, as bfloat16) or
+# value * 2^-112 (BYTES: the bits of a float16, moved to where bfloat16 has them). The product is exact in bfloat16 (6
+# significant bits) and neither overflows nor is subnormal.
+_RESTORE = {SHIFTED: 2.0**7, FRAGMENTS: 2.0**7, BYTES: 2.0**-7}
 
 
 def require_arrangement(platform: Platform, arrangement: str) -> None:
-    """NotImplementedError where the hardware cannot convert codes that are laid out for it to do so."""
+    """NotImplementedError for codes laid out for wgmma, or for hardware that converts them where it cannot."""
+    if arrangement == FRAGMENTS:
+        raise NotImplementedError("weights laid out as fragments of wgmma")
     if arrangement == BYTES and not (platform.converts_fp4 or platform.interpret):
         raise NotImplementedError(f"weights laid out for hardware conversion of FP4; {platform.generation} has none")
 
