@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from ddtree_jax.errors import CheckpointError
-from ddtree_jax.models.folders import Opened
+from ddtree_jax.models.folders import Opened, leaf_bytes_per_device
+from ddtree_jax.models.kernels import leaves_on_kernels
 from ddtree_jax.models.sharding import EXPERT, axis_size
 
 CHECKED_CONTEXT = 4096  # tokens of one sequence for which `load` wants room beside the weights
@@ -87,20 +88,28 @@ class Capacity:
             )
 
 
-def estimate(target: Opened, drafter: Opened | None, *, context: int, batch: int = 1) -> Capacity:
-    """What a pair needs with caches of `context` tokens for each of `batch` sequences."""
+def estimate(
+    target: Opened,
+    drafter: Opened | None,
+    *,
+    context: int,
+    batch: int = 1,
+    kernels: bool = False,
+) -> Capacity:
+    """What a pair needs, on GPU kernels or not, with caches of `context` tokens for each of `batch` sequences."""
     mesh = target.mesh
-    needs = [_weights("target weights", target)]
+    needs = [_weights("target weights", target, kernels)]
     caches = [_cache("target cache", target, context, batch)]
     if drafter is not None:
-        needs.append(_weights("drafter weights", drafter))
+        needs.append(_weights("drafter weights", drafter, kernels))
         caches.append(_cache("drafter cache", drafter, context, batch))
     return Capacity((*needs, *caches), 1 if mesh is None else mesh.size, *free_memory(mesh))
 
 
-def _weights(what: str, opened: Opened) -> Need:
-    total = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in opened.leaves.values())
-    return Need(what, total, opened.bytes_per_device())
+def _weights(what: str, opened: Opened, kernels: bool) -> Need:
+    leaves = list((leaves_on_kernels(opened) if kernels else opened.leaves).values())
+    total = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+    return Need(what, total, leaf_bytes_per_device(leaves))
 
 
 def _cache(what: str, opened: Opened, context: int, batch: int) -> Need:

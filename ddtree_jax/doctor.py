@@ -148,7 +148,7 @@ def examine_folders(
         mesh = make_mesh(*mesh_sizes, devices="abstract" if abstract else None)
     pair = open_pair(target, drafter, dtype=dtype, mesh=mesh)
     opened = [folder for folder in (pair.target, pair.drafter) if folder is not None]
-    capacity = estimate(pair.target, pair.drafter, context=context, batch=batch)
+    capacity = estimate(pair.target, pair.drafter, context=context, batch=batch, kernels=pair.kernels.any)
     return FolderReport(tuple(_folder(folder) for folder in opened), capacity)
 
 

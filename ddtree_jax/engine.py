@@ -149,7 +149,7 @@ class OpenedPair:
         """
         if capacity is None:
             context = min(CHECKED_CONTEXT, self.target.config.max_position_embeddings)
-            capacity = estimate(self.target, self.drafter, context=context)
+            capacity = estimate(self.target, self.drafter, context=context, kernels=self.kernels.any)
         for line in capacity.table().splitlines() if progress is not None else ():
             progress(line)
         capacity.require(self.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 from pathlib import Path
@@ -133,10 +134,11 @@ def loop_settings(config: ServerConfig, pair: OpenedPair) -> tuple[LoopSettings,
 def _check_memory(settings: LoopSettings, pair: OpenedPair) -> Capacity:
     depth = 0 if pair.drafter is None else pair.drafter.config.draft_depth
     tokens = pool_capacity(settings.context_length, settings.chunked_prefill_size, depth)
-    capacity = estimate(pair.target, pair.drafter, context=tokens, batch=settings.max_running_requests)
+    need = functools.partial(estimate, pair.target, pair.drafter, kernels=pair.kernels.any)
+    capacity = need(context=tokens, batch=settings.max_running_requests)
     if capacity.fits:
         return capacity
-    alone = estimate(pair.target, pair.drafter, context=DEFAULT_BUDGET, batch=1)
+    alone = need(context=DEFAULT_BUDGET, batch=1)
     alone.require(pair.name)
     needed, free = capacity.needed / 1e9, (capacity.available or 0) / 1e9
     raise CheckpointError(

@@ -138,11 +138,7 @@ class Opened:
 
     def bytes_per_device(self) -> int:
         """Bytes of parameters on the fullest device."""
-        total = 0
-        for leaf in self.leaves.values():
-            shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-            total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
-        return total
+        return leaf_bytes_per_device(self.leaves.values())
 
     def read(self, progress: Progress | None = None) -> Any:
         """The `Target` or `Drafter`. Raises ValueError on a mesh without devices, and where there are no weights."""
@@ -163,6 +159,15 @@ class Opened:
             arrays = read_leaves(self.folder, leaves, Meter.of_parts(parts, "arrays", name, progress))
         say(f"loaded {self.folder.name}: {sum(a.nbytes for a in arrays.values()) / 1e6:.1f} MB")
         return self.kind(self.config, graphdef, with_arrays(params, arrays), self.folder, self.mesh)
+
+
+def leaf_bytes_per_device(leaves: Iterable[jax.ShapeDtypeStruct]) -> int:
+    """Bytes on the fullest device of leaves with their shardings."""
+    total = 0
+    for leaf in leaves:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return total
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,9 +1,10 @@
-"""Makes a loaded model run on GPU kernels: lays packed weights out for them, keeps plain ones whole, tells modules."""
+"""Makes a loaded model run on GPU kernels: lays packed weights out or unpacks them, keeps plain ones whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,20 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.models.config import Glm5Config
-from ddtree_jax.models.folders import drafter_sharding, target_sharding
-from ddtree_jax.models.linear import GridKernel, LayerKernel, Linear, PackedKernel, grid_specs
+from ddtree_jax.models.folders import Opened, drafter_sharding, target_sharding
+from ddtree_jax.models.linear import GridKernel, LayerKernel, Linear, PackedKernel, grid_specs, kernel_arrays
 from ddtree_jax.models.moe import MoE
+from ddtree_jax.models.quant import dequantise
+from ddtree_jax.models.sharding import PACKED_LEAVES
 from ddtree_jax.pallas.choice import KernelChoice
 from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight, make_grid
 
+# Weights of one matrix, on one device, from which on it stays packed. Products of 17 rows with smaller ones take up to
+# 3 us longer on an H200 than with bfloat16 weights: the launch that orders the rows costs more than packing saves.
+PACKED_FROM = 1 << 24
 
-def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any:
+
+def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False, packed_from: int = PACKED_FROM) -> Any:
     """A target or drafter whose modules run on `choice`.
 
     Args:
@@ -28,6 +35,8 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any
       choice: one without kernels gives the model back as it is.
       free: deletes each packed weight of `model` once it is laid out anew, so that not all are there twice; `model`
         cannot be used afterwards.
+      packed_from: a packed linear layer with fewer weights on a device is unpacked, to its values in the model's dtype,
+        and runs as plain ones do; 0: none is. Routed experts stay packed.
 
     The result computes the same function; it cannot be saved, since its weights are no longer in a checkpoint's form.
     Over a mesh every weight stays split as it is, and each device lays out its own part.
@@ -42,11 +51,15 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any
         place = sharding(model.config, model.mesh)
     lay = functools.partial(_grid, place=place, choice=choice, free=free)
     for path, node in list(nnx.iter_modules(module)):
+        own = (*path, "kernel")
         if isinstance(node, Linear) and isinstance(node.kernel, PackedKernel):
-            node.kernel = lay(node.kernel, (*path, "kernel"), _LINEAR[len(node.letters)])
-        elif isinstance(node, Linear) and _is_stacked(node):
+            if _part_size((*own, "codes"), node.kernel.codes.shape, place) < packed_from:
+                node.kernel = _plain(node.kernel, own, model.dtype, place=place, mesh=model.mesh, free=free)
+            else:
+                node.kernel = lay(node.kernel, own, _LINEAR[len(node.letters)])
+        if isinstance(node, Linear) and _is_stacked(node):
             values = node.kernel[...]
-            axes = () if place is None else _axes(place, (*path, "kernel"), values)[1:]
+            axes = () if place is None else _axes(place, own, values)[1:]
             node.kernel = LayerKernel(values, _indices(values.shape[0], model.mesh), choice, axes)
         if isinstance(node, MoE) and isinstance(node.gate_up, PackedKernel) and isinstance(node.down, PackedKernel):
             node.gate_up = lay(node.gate_up, (*path, "gate_up"), _BY_WIDTH if node.dense else _BY_EXPERT)
@@ -58,6 +71,30 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False) -> Any
 
 
 Place = Callable[[tuple, tuple[int, ...]], NamedSharding]
+
+
+def leaves_on_kernels(opened: Opened) -> dict[tuple, jax.ShapeDtypeStruct]:
+    """`Opened.leaves` with those that `with_kernels` unpacks as it unpacks them; the others as they are."""
+    leaves = opened.leaves
+    for path in [path for path in leaves if path[-2:] == ("kernel", "codes")]:
+        codes = leaves[path]
+        if _part_size(path, codes.shape, opened.shard) < PACKED_FROM:
+            for name in PACKED_LEAVES:
+                del leaves[*path[:-1], name]
+            shape = tuple(n * (1 + (i == _lead(path))) for i, n in enumerate(codes.shape))
+            leaves[path[:-1]] = jax.ShapeDtypeStruct(shape, opened.dtype, sharding=codes.sharding)
+    return leaves
+
+
+def _lead(path: tuple) -> int:
+    """How many axes of layers a parameter has."""
+    return int(path[0] == "stacks")
+
+
+def _part_size(path: tuple, shape: tuple[int, ...], place: Place | None) -> int:
+    """Weights of one layer's matrix on one device. path, shape: of the codes."""
+    part = shape if place is None else place(path, shape).shard_shape(shape)
+    return 2 * math.prod(part[_lead(path) :])
 
 
 def _is_stacked(linear: Linear) -> bool:
@@ -112,20 +149,37 @@ def _grid(
     kernel: PackedKernel, path: tuple, form: _Form, *, place: Place | None, choice: KernelChoice, free: bool
 ) -> GridKernel:
     """path: of the kernel, for `place`, which says how its arrays are split; None: they are not."""
-    named = {"codes": kernel.codes[...], "scales": kernel.scales[...], "global_scale": kernel.global_scale[...]}
+    arrays, specs = _placed(kernel, path, place)
     arrangement = BYTES if choice.platform.converts_fp4 else SHIFTED
-    if place is None:
-        axes, specs = (None, None, None), None
-    else:
-        found = {name: _axes(place, (*path, name), array) for name, array in named.items()}
-        axes = tuple(None if at is None else found["codes"][at] for at in form.axes)
-        specs = tuple(PartitionSpec(*own) for own in found.values())
-    weight = _laid_out(*named.values(), form=form, arrangement=arrangement, axes=axes, specs=specs, mesh=choice.mesh)
-    for array in named.values() if free else ():
+    axes = (None,) * 3 if specs is None else tuple(None if at is None else tuple(specs[0])[at] for at in form.axes)
+    weight = _laid_out(*arrays, form=form, arrangement=arrangement, axes=axes, specs=specs, mesh=choice.mesh)
+    for array in arrays if free else ():
         array.delete()
     stacked = len(weight.lead) > (form.axes[0] is not None)
     layer = _indices(weight.lead[0], choice.mesh) if stacked else None
     return GridKernel(weight, layer, choice, axes)
+
+
+def _plain(
+    kernel: PackedKernel, path: tuple, dtype: jnp.dtype, *, place: Place | None, mesh: Mesh | None, free: bool
+) -> nnx.Param:
+    """path, place: as for `_grid`."""
+    arrays, specs = _placed(kernel, path, place)
+    values = _unpacked(*arrays, stacked=_lead(path) > 0, dtype=dtype, specs=specs, mesh=mesh)
+    for array in arrays if free else ():
+        array.delete()
+    return nnx.Param(values)
+
+
+def _placed(
+    kernel: PackedKernel, path: tuple, place: Place | None
+) -> tuple[tuple[jax.Array, ...], tuple[PartitionSpec, ...] | None]:
+    """Codes, scales and global scale, and where they lie, with an entry for every axis."""
+    arrays = kernel_arrays(kernel)
+    if place is None:
+        return arrays, None
+    named = zip(PACKED_LEAVES, arrays, strict=True)
+    return arrays, tuple(PartitionSpec(*_axes(place, (*path, name), array)) for name, array in named)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "arrangement", "axes", "specs", "mesh"))
@@ -154,3 +208,26 @@ def _laid_out(
     ]
     places = grid_specs(jax.eval_shape(lay, *parts), axes)
     return jax.shard_map(lay, mesh=mesh, in_specs=specs, out_specs=places, check_vma=False)(codes, scales, factor)
+
+
+@functools.partial(jax.jit, static_argnames=("stacked", "dtype", "specs", "mesh"))
+def _unpacked(
+    codes: jax.Array,
+    scales: jax.Array,
+    factor: jax.Array,
+    *,
+    stacked: bool,
+    dtype: jnp.dtype,
+    specs: tuple[PartitionSpec, ...] | None,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """[(R,) in, *out] in `dtype`. specs: with a mesh, the places of the three arrays; the result lies as the codes."""
+
+    def unpack(*arrays: jax.Array) -> jax.Array:
+        one = functools.partial(dequantise, axis=0, dtype=dtype)
+        # One layer at a time, as `make_grid` does: what is between is wider than the result.
+        return jax.lax.map(lambda layer: one(*layer), arrays) if stacked else one(*arrays)
+
+    if mesh is not None:
+        unpack = jax.shard_map(unpack, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return unpack(codes, scales, factor)

@@ -6,7 +6,8 @@ A process of its own, as the number of devices is fixed before JAX starts:
 
 MESH is ExT, experts by tensor; PART one of "plain" and "packed" weights, and "rest". Prints one line of JSON: {what:
 {"error": the largest difference from the reference on one device, as a share of the largest value; "kernels": Pallas
-calls that were traced; of weights "split": whether they lie in parts}}.
+calls that were traced; of weights "split": whether they lie in parts}}. PART "unpacked" runs no operation, and prints
+what `unpacked` says of each packed linear layer.
 """
 
 import dataclasses
@@ -24,11 +25,12 @@ from ddtree_jax.models import Target, make_mesh
 from ddtree_jax.models import kernel_specs as specs
 from ddtree_jax.models.folders import target_sharding
 from ddtree_jax.models.glm5 import Glm5
-from ddtree_jax.models.kernels import with_kernels
-from ddtree_jax.models.linear import GridKernel, LayerIndex, LayerKernel, Linear
+from ddtree_jax.models.kernels import PACKED_FROM, with_kernels
+from ddtree_jax.models.linear import GridKernel, LayerIndex, LayerKernel, Linear, PackedKernel, kernel_arrays
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import packed_kernels
+from ddtree_jax.models.quant import dequantise
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import INTERPRETED
 from ddtree_jax.pallas.choice import KernelChoice
@@ -106,8 +108,8 @@ def first_layer(kernel: Any) -> Any:
 def products(packed: str, mesh: Any) -> dict[str, Any]:
     """Every linear layer and the experts of a model."""
     dtype = jnp.float32 if packed == "packed" else jnp.bfloat16
-    fast = with_kernels(target(packed, dtype, mesh), KernelChoice(INTERPRETED), free=True).module()
-    slow = dict(nnx.iter_modules(with_kernels(target(packed, dtype, None), REFERENCES).module()))
+    fast = with_kernels(target(packed, dtype, mesh), KernelChoice(INTERPRETED), free=True, packed_from=0).module()
+    slow = dict(nnx.iter_modules(with_kernels(target(packed, dtype, None), REFERENCES, packed_from=0).module()))
     out = {}
     for path, node in nnx.iter_modules(fast):
         name = ".".join(part for part in path if isinstance(part, str))
@@ -129,6 +131,36 @@ def products(packed: str, mesh: Any) -> dict[str, Any]:
             run, reference = (lambda x, m=m: m._grouped(x, jnp.int32(0))[0] for m in (node, other))
             array = node.down.words[...] if packed == "packed" else node.down[...]
             out[name] = compare(run, reference, x, split=not array.is_fully_replicated)
+    return out
+
+
+def unpacked(mesh: Any) -> dict[str, Any]:
+    """Of every packed linear layer, once it is unpacked: whether it is "split", lies as a plain one would ("in_place"),
+    and holds the "exact" values; "small": whether a device's part is smaller than the whole of the layer `o`, and
+    "small_plain": whether it is unpacked if that is the size to stay packed.
+    """
+
+    def fast(packed_from: int) -> dict[tuple, Any]:
+        model = with_kernels(target("packed", jnp.float32, mesh), REFERENCES, free=True, packed_from=packed_from)
+        return dict(nnx.iter_modules(model.module()))
+
+    whole = {path: node for path, node in nnx.iter_modules(target("packed", jnp.float32, None).module())}
+    old = {path: kernel_arrays(node) for path, node in whole.items() if isinstance(node, PackedKernel)}
+    old = {path[:-1]: arrays for path, arrays in old.items() if path[-1] == "kernel"}  # without experts
+    size = 2 * next(arrays[0].size for path, arrays in old.items() if path[-1] == "o")
+    place, out, new, some = target_sharding(CONFIG, mesh), {}, fast(PACKED_FROM), fast(size)
+    for path, arrays in old.items():
+        kernel = new[path].kernel
+        values = kernel.values[...] if isinstance(kernel, LayerKernel) else kernel[...]
+        plain = dequantise(*arrays, axis=arrays[0].ndim - 1 - len(new[path].letters), dtype=jnp.float32)
+        own = place((*path, "kernel"), values.shape)
+        out[".".join(map(str, path))] = {
+            "split": not values.is_fully_replicated,
+            "in_place": values.sharding.is_equivalent_to(own, values.ndim),
+            "exact": bool((np.asarray(values) == np.asarray(plain)).all()),
+            "small": values.addressable_data(0).size < size,
+            "small_plain": not isinstance(some[path].kernel, GridKernel),
+        }
     return out
 
 
@@ -186,7 +218,8 @@ def main() -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     name, part = sys.argv[1:]
     mesh = make_mesh(*map(int, name.split("x")))
-    print(json.dumps(rest(mesh, 2) if part == "rest" else products(part, mesh)))
+    found = {"rest": lambda: rest(mesh, 2), "unpacked": lambda: unpacked(mesh)}.get(part, lambda: products(part, mesh))
+    print(json.dumps(found()))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ A process of its own, as the number of devices is fixed before JAX starts:
 REQUEST is JSON: {"folder": where targets may be written, "cache": folder of compiled programs, "cases": [case, ...]}; a
 case is {"target": one of TARGETS, "mesh": one of MESHES, "batch": n, "runs": [[algorithm, budget, temperature], ...]},
 with "loop" for the device loop as well, with "grammar" for constrained requests, with "serve" for the server's slots,
-with "kernels" on the operations of the kernel table, each by its reference, with "gathers" for what a round gathers.
+with "kernels" on the operations of the kernel table, each by its reference, where packed linear layers stay "packed" or
+come "unpacked", with "gathers" for what a round gathers.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -26,7 +28,7 @@ import ddtree_jax
 from ddtree_jax import decoding
 from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.models.folders import Opened, open_drafter, open_target
-from ddtree_jax.models.kernels import with_kernels
+from ddtree_jax.models.kernels import PACKED_FROM, with_kernels
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import drafter_tensors, target_tensors
 from ddtree_jax.models.sharding import EXPERT, TENSOR
@@ -156,7 +158,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         "again": 0,
     }
     if case.get("kernels"):
-        engine = on_kernels(engine)
+        engine = on_kernels(engine, {"packed": 0, "unpacked": PACKED_FROM}[case["kernels"]])
     if case.get("gathers"):
         out["gathers"] = gathers(engine, case["batch"])
     for algorithm, budget, temperature in case["runs"]:
@@ -184,9 +186,10 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def on_kernels(engine: Any) -> Any:
+def on_kernels(engine: Any, packed_from: int) -> Any:
     choice = KernelChoice(INTERPRETED, tuple((name, "reference") for name in OPS))
-    models = {name: with_kernels(getattr(engine, name), choice, free=True) for name in ("target", "drafter")}
+    move = functools.partial(with_kernels, choice=choice, free=True, packed_from=packed_from)
+    models = {name: move(getattr(engine, name)) for name in ("target", "drafter")}
     return dataclasses.replace(engine, compiled=set(), warned=set(), **models)
 
 

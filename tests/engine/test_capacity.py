@@ -1,5 +1,6 @@
 """Memory that a pair needs: told from headers, equal to what is then taken, and refused before anything is taken."""
 
+import dataclasses
 import types
 
 import jax
@@ -10,7 +11,9 @@ import ddtree_jax
 from ddtree_jax import CheckpointError, capacity
 from ddtree_jax.capacity import Capacity, Need, estimate
 from ddtree_jax.engine import open_pair
+from ddtree_jax.models.folders import describe_target
 from ddtree_jax.models.pair import flat_leaves
+from ddtree_jax.models.params import packed_kernels
 from ddtree_jax.models.sharding import make_mesh
 
 
@@ -41,6 +44,26 @@ def test_weights_that_stay_packed_take_less():
         estimate(open_pair(name).target, None, context=1).needs[0].total for name in ("demo", "demo-nvfp4")
     )
     assert packed < 0.7 * plain
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 4)])
+def test_small_linear_layers_count_as_plain_on_kernels(sizes):
+    """All that is packed here is small, and unpacked: see `models.kernels`. Of experts nothing is."""
+    mesh = None if sizes is None else make_mesh(*sizes, devices="abstract")
+    shapes = {"q_lora_rank": 64, "moe_intermediate_size": 64}  # whole groups of scales
+    config = dataclasses.replace(open_pair("demo").target.config, **shapes)
+    all_packed, linears, experts = (
+        describe_target(config, mesh=mesh, packed=packed_kernels(config, is_packed))
+        for is_packed in (lambda name: True, lambda name: ".experts." not in name, lambda name: ".experts." in name)
+    )
+    plain = describe_target(config, mesh=mesh)
+
+    def need(target, kernels):
+        return estimate(target, None, context=1, kernels=kernels).needs[0]
+
+    assert need(linears, False).per_device < need(linears, True).per_device
+    for packed, expected in ((linears, plain), (all_packed, experts)):
+        assert need(packed, True) == need(expected, True) == need(expected, False)
 
 
 @pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (1, 4), (2, 4), (16, 1)])

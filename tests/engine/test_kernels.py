@@ -18,12 +18,16 @@ import ddtree_jax
 from ddtree_jax import decoding
 from ddtree_jax.algorithm import SpeculativeAlgorithm
 from ddtree_jax.engine import Engine
-from ddtree_jax.models import Target, make_drafter
+from ddtree_jax.models import Target, make_drafter, target_logits
+from ddtree_jax.models.config import Glm5Config
+from ddtree_jax.models.folders import describe_target
 from ddtree_jax.models.glm5 import Glm5
-from ddtree_jax.models.kernels import with_kernels
-from ddtree_jax.models.linear import GridKernel, LayerKernel, PackedKernel
+from ddtree_jax.models.kernels import PACKED_FROM, leaves_on_kernels, with_kernels
+from ddtree_jax.models.linear import GridKernel, LayerKernel, Linear, PackedKernel, kernel_arrays
 from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT, MoE
 from ddtree_jax.models.params import packed_kernels
+from ddtree_jax.models.published import GLM_5
+from ddtree_jax.models.quant import dequantise
 from ddtree_jax.pallas import choice as choice_module
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, INTERPRETED
@@ -32,12 +36,16 @@ from ddtree_jax.profiling import random_state
 from tests.engine.conftest import DRAFTER, TARGET
 
 KERNELS = KernelChoice(INTERPRETED)
+REFERENCES = dataclasses.replace(KERNELS, named=tuple((name, "reference") for name in OPS))
 Jaxprs = (Jaxpr, ClosedJaxpr)
 NEW_TOKENS, PROMPT = 5, np.random.default_rng(3).integers(0, 60, 13).tolist()
 
 
-def make_pair(num_experts, *, packed):
-    """A random pair with two stacked expert layers. packed: "all" kernels that can be, the "experts", or "none"."""
+def make_pair(num_experts, *, packed, dtype=jnp.float32):
+    """A random pair with two stacked expert layers.
+
+    packed: "all" kernels that can be, the "experts", the "linears", which are all others, or "none".
+    """
     config = dataclasses.replace(
         TARGET,
         q_lora_rank=32,
@@ -46,19 +54,30 @@ def make_pair(num_experts, *, packed):
         mlp_layer_types=("dense", "sparse", "sparse"),
     )
     assert config.index_topk < len(PROMPT)  # so that attention is over a selection
-    names = packed_kernels(config, lambda name: packed == "all" or ".experts." in name) if packed != "none" else None
-    module = Glm5(config, dtype=jnp.float32, rngs=nnx.Rngs(1), packed=names)
+    is_packed = {
+        "all": lambda name: True,
+        "experts": lambda name: ".experts." in name,
+        "linears": lambda name: ".experts." not in name,
+    }
+    names = packed_kernels(config, is_packed[packed]) if packed != "none" else None
+    module = Glm5(config, dtype=dtype, rngs=nnx.Rngs(1), packed=names)
     assert [segment.repeats for segment in module.plan] == [1, 2]
-    loud = module.head.kernel.global_scale if packed == "all" else module.head.kernel
-    loud[...] = loud[...] * jnp.float32(60)  # flat logits have near-ties
+    rng = np.random.default_rng(4)  # scales differ, so that a mixed-up order shows
+    for kernel in [node for _, node in nnx.iter_modules(module) if isinstance(node, PackedKernel)]:
+        for param in (kernel.scales, kernel.global_scale):
+            uneven = np.asarray(param[...], np.float32) * rng.uniform(0.5, 2, param.shape)
+            param[...] = jnp.asarray(uneven, param.dtype)
+    loud = module.head.kernel.global_scale if packed in ("all", "linears") else module.head.kernel
+    loud[...] = loud[...] * jnp.asarray(60, loud.dtype)  # flat logits have near-ties
     target = Target(config, *nnx.split(module))
     return Engine(target, make_drafter(DRAFTER, target, seed=2), None, "kernels")
 
 
-def on_kernels(engine, choice=KERNELS):
+def on_kernels(engine, choice=KERNELS, packed_from=0):
+    """packed_from: 0, since all that is packed in a model of tests would be unpacked else."""
     return dataclasses.replace(
         engine,
-        target=with_kernels(engine.target, choice),
+        target=with_kernels(engine.target, choice, packed_from=packed_from),
         drafter=with_kernels(engine.drafter, choice),
         compiled=set(),
     )
@@ -87,8 +106,72 @@ def check(num_experts, packed, algorithm, choice):
 
 
 def test_greedy_tokens_are_the_same_by_reference():
-    references = tuple((name, "reference") for name in OPS)
-    check(DENSE_EXPERTS_LIMIT + 8, "experts", "ddtree", dataclasses.replace(KERNELS, named=references))
+    check(DENSE_EXPERTS_LIMIT + 8, "experts", "ddtree", REFERENCES)
+
+
+def linears(module):
+    return {path: node for path, node in nnx.iter_modules(module) if isinstance(node, Linear)}
+
+
+def plain_values(linear, dtype):
+    """What the kernel of a packed layer, or of a stack of them, stands for."""
+    codes, scales, factor = kernel_arrays(linear.kernel)
+    return dequantise(codes, scales, factor, axis=codes.ndim - 1 - len(linear.letters), dtype=dtype)
+
+
+def test_packed_matrices_below_a_size_become_plain_ones():
+    dtype = jnp.bfloat16
+    engine = make_pair(4, packed="all", dtype=dtype)
+    old = linears(engine.target.module())
+
+    def size(node):  # of one layer
+        codes = node.kernel.codes
+        return 2 * codes.size // (codes.shape[0] if codes.ndim > 1 + len(node.letters) else 1)
+
+    sizes = {path: size(node) for path, node in old.items() if isinstance(node.kernel, PackedKernel)}
+    assert len(sizes) > 15 and ("head",) in sizes
+    for packed_from in (sorted(sizes.values())[len(sizes) // 2], max(sizes.values()) + 1):
+        fast = on_kernels(engine, packed_from=packed_from)
+        assert all(
+            isinstance(moe.gate_up, GridKernel) and isinstance(moe.down, GridKernel) for moe in modules(fast, MoE)
+        )
+        new = linears(fast.target.module())
+        for path, count in sizes.items():
+            kernel = new[path].kernel
+            assert isinstance(kernel, GridKernel) == (count >= packed_from), path
+            if count < packed_from:
+                values = kernel[...] if path == ("head",) else kernel.values[...]
+                expected = plain_values(old[path], dtype)
+                assert values.dtype == dtype and (values == expected).all(), path
+
+
+def test_unpacked_layers_give_the_logits_of_plain_jax():
+    engine = make_pair(4, packed="linears")
+    fast = on_kernels(engine, REFERENCES, PACKED_FROM)
+    assert modules(engine, PackedKernel) and modules(fast, LayerKernel)
+    assert not modules(fast, PackedKernel) and not modules(fast, GridKernel)
+    found, expected = (target_logits(each.target, [PROMPT]) for each in (fast, engine))
+    assert (found == expected).all() and float(jnp.std(expected)) > 0.1
+    assert tokens(fast, "ddtree") == tokens(engine, "ddtree")
+
+
+def test_what_is_unpacked_of_glm_5():
+    config = Glm5Config.from_hf(GLM_5)
+    opened = describe_target(config, packed=packed_kernels(config, lambda name: True))
+    before, after = opened.leaves, leaves_on_kernels(opened)
+    plain = describe_target(config).leaves
+    new = after.keys() - before.keys()
+    assert all((after[path].shape, after[path].dtype) == (plain[path].shape, plain[path].dtype) for path in new)
+    names = {".".join(part for part in path if isinstance(part, str)) for path in new}
+    prefix, indexer = "stacks.layers.attention", ("wk", "wq_b", "weights_proj")
+    assert names == {
+        *(f"{prefix}.{name}.kernel" for name in ("mla.q_a", "mla.kv_a")),
+        *(f"{prefix}.indexer.{name}.kernel" for name in indexer),
+        "stacks.layers.mlp.shared.down.kernel",
+    }
+    assert before.keys() - after.keys() == {
+        (*path, name) for path in new for name in ("codes", "scales", "global_scale")
+    }
 
 
 def seen_by_layers(jaxpr, inside=False):
@@ -139,12 +222,13 @@ def test_no_kernels_leave_the_model_alone(small_engine):
     assert with_kernels(small_engine.target, KernelChoice()) is small_engine.target
 
 
+@pytest.mark.parametrize("packed_from", [0, PACKED_FROM])
 @pytest.mark.parametrize("free", [False, True])
-def test_packed_weights_are_freed_only_when_asked(free):
+def test_packed_weights_are_freed_only_when_asked(free, packed_from):
     engine = make_pair(4, packed="all")
-    old = [node.codes[...] for node in modules(engine, PackedKernel)]
-    fast = with_kernels(engine.target, KERNELS, free=free)
-    assert old and all(codes.is_deleted() == free for codes in old)
+    old = [array for node in modules(engine, PackedKernel) for array in kernel_arrays(node)]
+    fast = with_kernels(engine.target, KERNELS, free=free, packed_from=packed_from)
+    assert old and all(array.is_deleted() == free for array in old)
     assert all(np.isfinite(leaf).all() for leaf in map(np.asarray, fast.arrays) if leaf.dtype == np.float32)
 
 

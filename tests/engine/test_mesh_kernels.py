@@ -63,6 +63,16 @@ def test_every_operation(mesh, part):
     check(mesh, part)
 
 
+@pytest.mark.timeout(SECONDS)
+def test_what_is_unpacked_stays_split():
+    results = {name.split(".", 4)[-1]: result for name, result in run("2x2", "unpacked").items()}
+    assert all(result["in_place"] and result["exact"] for result in results.values())
+    assert all(result["small"] == result["small_plain"] for result in results.values())
+    split = {name for name, result in results.items() if result["split"]}
+    assert split == (SPLIT - {"mlp"}) | {"head", "mlp.down", "mlp.shared.gate_up", "mlp.shared.down"}
+    assert results["attention.mla.o"]["small"] and {result["small"] for result in results.values()} == {True, False}
+
+
 def test_expert_ids_count_from_each_devices_first_expert():
     ids = jnp.asarray([[0, 5], [3, 7]], jnp.int32)
     mesh = make_mesh(4, 1, devices="abstract")
