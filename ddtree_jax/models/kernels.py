@@ -20,7 +20,7 @@ from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.quant import dequantise
 from ddtree_jax.models.sharding import PACKED_LEAVES
 from ddtree_jax.pallas.choice import KernelChoice
-from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight, make_grid
+from ddtree_jax.pallas.nvfp4_grid import GridWeight, make_grid
 
 # Weights of one matrix, on one device, from which on it stays packed. Products of 17 rows with smaller ones take up to
 # 3 us longer on an H200 than with bfloat16 weights: the launch that orders the rows costs more than packing saves.
@@ -150,7 +150,7 @@ def _grid(
 ) -> GridKernel:
     """path: of the kernel, for `place`, which says how its arrays are split; None: they are not."""
     arrays, specs = _placed(kernel, path, place)
-    arrangement = BYTES if choice.platform.converts_fp4 else SHIFTED
+    arrangement = choice.fp4_arrangement
     axes = (None,) * 3 if specs is None else tuple(None if at is None else tuple(specs[0])[at] for at in form.axes)
     weight = _laid_out(*arrays, form=form, arrangement=arrangement, axes=axes, specs=specs, mesh=choice.mesh)
     for array in arrays if free else ():

@@ -11,6 +11,7 @@ from ddtree_jax.pallas import (
     layer_matmul,
     moe,
     nvfp4_matmul,
+    nvfp4_mosaic,
     tree_attention,
     vocab_rows,
     vocab_topk,
@@ -21,7 +22,7 @@ from ddtree_jax.pallas.mosaic_fp4 import nvfp4_w4a4_matmul_mosaic
 from ddtree_jax.pallas.nvfp4_w4a4_matmul import nvfp4_w4a4_matmul_reference
 from ddtree_jax.pallas.triton_fp4 import nvfp4_w4a4_matmul_triton
 
-TRITON = "triton"
+TRITON, MOSAIC = "triton", "mosaic"
 KERNEL_GPUS = (HOPPER, BLACKWELL, BLACKWELL_RTX)
 
 
@@ -41,21 +42,30 @@ OPS: dict[str, Op] = {
     for op in (
         _op(
             "nvfp4_matmul",
-            {TRITON: nvfp4_matmul.nvfp4_matmul_triton, REFERENCE: nvfp4_matmul.nvfp4_matmul_reference},
+            {
+                TRITON: nvfp4_matmul.nvfp4_matmul_triton,
+                MOSAIC: nvfp4_mosaic.nvfp4_matmul_mosaic,
+                REFERENCE: nvfp4_matmul.nvfp4_matmul_reference,
+            },
+            own={HOPPER: (MOSAIC, TRITON)},
         ),
         _op(
             "layer_matmul",
             {TRITON: layer_matmul.layer_matmul_triton, REFERENCE: layer_matmul.layer_matmul_reference},
         ),
-        _op("moe", {TRITON: moe.moe_triton, REFERENCE: moe.moe_reference}),
+        _op(
+            "moe",
+            {TRITON: moe.moe_triton, MOSAIC: moe.moe_mosaic, REFERENCE: moe.moe_reference},
+            own={HOPPER: (MOSAIC, TRITON)},
+        ),
         _op(
             "mla_attention",
             {
                 TRITON: tree_attention.mla_attention_triton,
-                "mosaic": tree_attention.mla_attention_mosaic,
+                MOSAIC: tree_attention.mla_attention_mosaic,
                 REFERENCE: tree_attention.mla_attention_reference,
             },
-            own={HOPPER: ("mosaic", TRITON)},
+            own={HOPPER: (MOSAIC, TRITON)},
         ),
         _op(
             "mla_attention_selected",
@@ -69,7 +79,7 @@ OPS: dict[str, Op] = {
             "gqa_attention",
             {
                 TRITON: tree_attention.gqa_attention_triton,
-                "mosaic": tree_attention.gqa_attention_mosaic,
+                MOSAIC: tree_attention.gqa_attention_mosaic,
                 REFERENCE: tree_attention.gqa_attention_reference,
             },
         ),

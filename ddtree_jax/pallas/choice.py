@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import HOPPER, HOST, Platform, current_platform
 from ddtree_jax.pallas.dispatch import REFERENCE
+from ddtree_jax.pallas.nvfp4_grid import BYTES, FRAGMENTS, SHIFTED
 
 AUTO, ALL = "auto", "all"
 KERNELS = (AUTO, ALL, REFERENCE)
@@ -53,6 +54,14 @@ class KernelChoice:
     def any(self) -> bool:
         """Whether some operation may run as a kernel, so that weights and caches come in the kernels' form."""
         return self.platform.has_kernels
+
+    @property
+    def fp4_arrangement(self) -> str:
+        """How NVFP4 weights are laid out for this platform's kernels (`nvfp4_grid`)."""
+        if self.platform.converts_fp4:
+            return BYTES
+        # Mosaic's interpreter takes seconds for the smallest product.
+        return FRAGMENTS if self.platform.generation == HOPPER and not self.platform.interpret else SHIFTED
 
     def run(self, op: str, *args: Any, specs: Specs | None = None, **kwargs: Any) -> Any:
         """`api.OPS[op]` on this platform.

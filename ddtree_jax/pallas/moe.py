@@ -2,7 +2,8 @@
 
 Rows are grouped by expert into tiles (`moe_tiles`). The first kernel takes gate and up of one expert for one tile and
 writes silu(gate) * up; the second multiplies with the down weights. The routing weights multiply the outputs as they
-are summed by row. The kernels here are those of NVFP4 weights; `moe_plain` has those of plain ones.
+are summed by row. The kernels here are those of NVFP4 weights in Triton; `moe_mosaic` has those in Mosaic GPU for
+Hopper, `moe_plain` those of plain weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ddtree_jax.models.quant import GROUP
-from ddtree_jax.pallas import moe_plain
+from ddtree_jax.pallas import moe_mosaic as mosaic
+from ddtree_jax.pallas import moe_plain, nvfp4_mosaic
 from ddtree_jax.pallas.backend import Platform, require_kernels, store, triton_call
 from ddtree_jax.pallas.moe_plain import PlainExperts
 from ddtree_jax.pallas.moe_tiles import ExpertTiles, combine, make_tiles
@@ -140,6 +142,30 @@ def moe_triton(
     if tiles is None:
         tiles = choose_tiles(platform)
     return _run(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
+
+
+def moe_mosaic(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    gate_up: Experts,
+    down: Experts,
+    layer: jax.Array | None = None,
+    *,
+    platform: Platform,
+    **how: Any,
+) -> jax.Array:
+    """The Mosaic GPU kernel of packed experts. Arguments as for the reference; `how` as for `moe_mosaic.run_mosaic`."""
+    _check(x, expert_ids, weights, gate_up, down, layer)
+    if isinstance(gate_up, PlainExperts):
+        raise NotImplementedError("plain experts: packed ones only")
+    nvfp4_mosaic.require(x, gate_up, platform)
+    if not 0 < x.shape[0] <= MAX_ROWS:
+        raise NotImplementedError(f"{x.shape[0]} rows; the kernels are made for 1 to {MAX_ROWS}")
+    if layer is None:
+        gate_up, down = (jax.tree.map(lambda a: a[None], w) for w in (gate_up, down))
+        layer = jnp.int32(0)
+    return mosaic.run_mosaic(x, expert_ids, weights, gate_up, down, layer.reshape(1), platform=platform, **how)
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "platform"))
