@@ -1,4 +1,4 @@
-"""NVFP4 products of the reference and of Triton against float64, and what they refuse; test_nvfp4_mosaic has the rest."""
+"""NVFP4 products against float64, of the reference and Triton (test_nvfp4_mosaic has the rest); what they refuse."""
 
 import dataclasses
 import functools
