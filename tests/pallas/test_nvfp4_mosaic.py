@@ -79,15 +79,22 @@ def test_schedules(rows, dtype, steps, schedule, options):
     check(rows, dtype, steps, schedule, **options)
 
 
+def fits(rows, dtype, blocks, steps, schedule):
+    terms = 3 if dtype == F32 else 1
+    units = Units(-(-rows // 8) * 8, terms, 1, 1, 1, blocks, steps, routed=False)
+    return units.slots(schedule, F32) > 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: jnp.dtype(dtype).name)
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 17, 40])
+@pytest.mark.parametrize(("rows", "dtype"), [(3, BF16), (40, BF16), (1, F32), (17, F32)])
 @pytest.mark.parametrize(
     "schedule",
     [Schedule(1, slots=2), Schedule(2), Schedule(4, slots=3), Schedule(1, 2), Schedule(1, 4), Schedule(2, 2, slots=2)],
     ids=lambda schedule: f"{schedule.across}-{schedule.depth}-{schedule.slots}",
 )
 def test_rows_and_schedules(schedule, rows, dtype):
+    if not fits(rows, dtype, 4, 4, schedule):
+        pytest.skip(f"two steps of {rows} rows do not fit")
     for cores in (1, 3):
         check(rows, dtype, 4, schedule, cores=cores, races=cores == 1)
 
@@ -274,10 +281,9 @@ def test_products_on_the_gpu(wide, dtype, rows, schedule):
     weight, plain = wide
     x, exact = rounded(np.random.default_rng().standard_normal((rows, weight.k)), dtype)
     want = product(exact, plain)
-    units = Units(-(-rows // 8) * 8, 3 if dtype == F32 else 1, 1, 1, 1, 600, 4, routed=False)
     for slots, under_way in ((6, 1), (2, 3)):
         chosen = Schedule(*schedule, slots, under_way) if schedule else None
-        if chosen is not None and not units.slots(chosen, F32):
+        if chosen is not None and not fits(rows, dtype, 600, 4, chosen):
             pytest.skip(f"two steps of {rows} rows do not fit")
         call = functools.partial(nvfp4_matmul_mosaic, out_dtype=F32, platform=current_platform(), schedule=chosen)
         assert relative(jax.jit(call)(x, weight, jnp.int32(1)), want) <= TOLERANCE[dtype]
@@ -289,7 +295,13 @@ def test_products_on_the_gpu(wide, dtype, rows, schedule):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: jnp.dtype(dtype).name)
 def test_gate_and_up_on_the_gpu(dtype, schedule, used):
     got, want = swiglu(
-        np.random.default_rng(), schedule, used, dtype=dtype, rows=16, platform=current_platform(), interpret=None
+        np.random.default_rng(),
+        schedule,
+        used,
+        dtype=dtype,
+        rows=16 if dtype == BF16 else 8,
+        platform=current_platform(),
+        interpret=None,
     )
     assert relative(got, want) <= TOLERANCE[dtype]
 
@@ -300,7 +312,7 @@ def test_gate_and_up_on_the_gpu(dtype, schedule, used):
 def test_tiles_that_nobody_uses_do_not_matter_on_the_gpu(monkeypatch, dtype, rows):
     """What the kernel leaves unwritten becomes NaN between the products and after them."""
     rng = np.random.default_rng()
-    experts, k, width, top_k, real = 32, 528, 200, 4, nvfp4_mosaic.product
+    experts, k, width, top_k, real = 32, 528, 208, 4, nvfp4_mosaic.product
     gate_up, down = (random_grid(rng, (1, experts), *shape, FRAGMENTS)[0] for shape in ((k, 2, width), (width, 1, k)))
     x = jnp.asarray(rng.standard_normal((rows, k)), dtype)
     ids = jnp.asarray(rng.integers(0, experts, (rows, top_k)), jnp.int32).at[0, 0].set(-1)
