@@ -115,6 +115,7 @@ def product(
     tiles = 1 if experts is None else experts.shape[0]
     parts = 2 if swiglu else 1
     rows = pl.cdiv(x.shape[0] // tiles, TILE_ROWS) * TILE_ROWS
+    assert experts is None or x.shape[0] == tiles * rows, (x.shape, tiles)  # padding is at the end alone
     units = Units(
         rows=rows, terms=num_parts(x.dtype), tiles=tiles,
         experts=1 if experts is None else weight.words.shape[1], parts=parts, blocks=weight.num_blocks // parts,

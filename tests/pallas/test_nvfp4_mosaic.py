@@ -237,8 +237,9 @@ def test_what_is_refused():
     for rows in (0, MAX_ROWS + 1):
         with pytest.raises(NotImplementedError, match=f"{rows} rows; the kernel is made for 1 to {MAX_ROWS}"):
             ask(rows)
-    with pytest.raises(NotImplementedError, match="64 rows: two steps of them do not fit"):
-        jax.eval_shape(functools.partial(ask, 64, dtype=F32))
+    with pytest.raises(NotImplementedError, match="72 rows: two steps of them do not fit"):
+        call = functools.partial(OP, implementation="mosaic", platform=H200, out_dtype=BF16)
+        jax.eval_shape(call, spec((72, 512), F32), fragments)
 
 
 def test_what_hopper_takes():
