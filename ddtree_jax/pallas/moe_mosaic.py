@@ -13,13 +13,13 @@ from ddtree_jax.pallas.moe_tiles import combine, make_tiles
 from ddtree_jax.pallas.nvfp4_grid import GridWeight
 from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule
 
-# Slots of a tile: the fewest of these that hold twice what an expert gets on average, so that few are read twice.
+# Slots of a tile: the fewest of these that hold 1.75 times what an expert gets on average, so that few are read twice.
 _TILE_ROWS = (8, 16, 32, 64)
 
 
 def tile_rows(pairs: int, num_experts: int) -> int:
     """Slots of a tile for so many pairs of row and expert under even routing."""
-    return next((rows for rows in _TILE_ROWS if rows * num_experts >= 2 * pairs), _TILE_ROWS[-1])
+    return next((rows for rows in _TILE_ROWS if 4 * rows * num_experts >= 7 * pairs), _TILE_ROWS[-1])
 
 
 def run_mosaic(
