@@ -16,7 +16,7 @@ import numpy as np
 
 from ddtree_jax.pallas.arg_specs import GLM5_EXPERTS
 from ddtree_jax.pallas.cases.base import Case, rarely_compiled
-from ddtree_jax.pallas.cases.nvfp4 import HARDWARE_CODE, LABELS, random_weight
+from ddtree_jax.pallas.cases.nvfp4 import GENERATIONS, HARDWARE_CODE, LABELS, random_weight
 from ddtree_jax.pallas.cases.registry import Expected
 from ddtree_jax.pallas.moe_plain import PlainExperts
 from ddtree_jax.pallas.nvfp4_grid import BYTES, FRAGMENTS, SHIFTED, GridWeight, decode_grid
@@ -120,6 +120,7 @@ def _case(rows: int, dtype: Any = jnp.bfloat16, arrangement: str = FRAGMENTS) ->
         check=_error,
         rotate=(3, 4),
         code=HARDWARE_CODE if arrangement == BYTES else {},
+        generations=GENERATIONS.get(arrangement),
     )
 
 
