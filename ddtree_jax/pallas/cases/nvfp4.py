@@ -117,7 +117,7 @@ def _cases() -> tuple[Case, ...]:
     out += [_case(name, 17) for name in GLM5_LINEARS if name not in SWEPT]
     out += rarely_compiled(_case(name, rows) for name in SWEPT for rows in seldom)
     out.append(_case("shared_gate_up", 17, jnp.float32))
-    for arrangement in (SHIFTED, BYTES):
+    for arrangement in (BYTES, SHIFTED):
         out += [_case(SWEPT[0], rows, arrangement=arrangement) for rows in SWEPT_ROWS]
         out += [_case(name, 16, arrangement=arrangement) for name in SWEPT[1:]]
         out.append(_case("shared_gate_up", 17, jnp.float32, arrangement))
