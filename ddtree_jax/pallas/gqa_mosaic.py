@@ -74,11 +74,12 @@ def gqa_mosaic(
     # What is chosen is the number of splits of a tile that is alone, or of a pair.
     each = 1 + sizes.row_tiles % 2
     tiles = Tiles(
-        ROWS, KEYS, KEYS, num_warps=4, num_stages=1, start=_START_WORK, merge_rows=8,
+        ROWS, KEYS, KEYS, num_warps=4, num_stages=1, min_tiles=1, start=_START_WORK, merge_rows=8,
         splits=None if schedule.splits is None else cdiv(schedule.splits, each),
     )  # fmt: skip
     blocks = dataclasses.replace(sizes, splits=each).units * kv_heads * b
-    splits = each * num_splits(tiles, query_tiles=blocks, key_tiles=key_tiles // each, platform=platform)
+    chosen = num_splits(tiles, query_tiles=blocks, key_tiles=key_tiles // each, platform=platform, even=True)
+    splits = each * chosen
     sizes = dataclasses.replace(sizes, splits=splits)
     pad = cdiv(t, 8) * 8
     if platform.interpret:

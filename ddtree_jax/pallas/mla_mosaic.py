@@ -165,6 +165,7 @@ def _kernel(
 
                     def rows(ref, row):
                         for name, (start, width) in PIECES.items():
+
                             @pl.when(step >= refill)
                             def _wait(name=name):
                                 plgpu.barrier_wait(shared["free"].at[barrier_of(name, slot)])
@@ -182,7 +183,7 @@ def _kernel(
                         rows(block_ref, b * block_rows + column)
                         # Behind the waits above: who frees the keys has read the mask.
                         mask = block_ref.at[b * block_rows + own * TILE // heads, pl.ds(RANK + ROPE + column, TILE)]
-                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot, after)])
+                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot, 1)])
 
                     lax.cond(column < 0, cached_rows, own_rows)
                     return carry

@@ -44,10 +44,10 @@ def barrier_of(name: str, slot: Any, after: Any = 0) -> Any:
     """Index of the barrier of a piece's slot. Of all pieces there is one array of barriers: the phases of an array are
     kept in one register.
 
-    `after`: 1 for tiles that follow the pairs of the seesaw: in pairs a warpgroup does not wait for all pieces, and so
-    does not know the phases of all their barriers.
+    `after`: 1 for tiles that follow the pairs, as all of the block do: in pairs a warpgroup does not wait for all
+    pieces, and so does not know the phases of all their barriers.
     """
-    return ((*PIECES, MASK).index(name) + after * (len(PIECES) + 1)) * SLOTS + slot
+    return ((*PIECES, MASK).index(name) + after * len(PIECES)) * SLOTS + slot
 
 
 def plain_tiles(first: jax.Array, length: jax.Array, steps: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ class Compute:
         scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
 
         def mask_row():
-            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, after)])
+            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, 1)])
             return plgpu.load(shared[MASK].at[slot], layout=self.across, optimized=False).astype(jnp.float32)
 
         def all_seen():
