@@ -64,7 +64,6 @@ OPS: dict[str, Op] = {
                 REFERENCE: tree_attention.mla_attention_selected_reference,
             },
         ),
-        # Mosaic's has lost to Triton's on an H200 so far: it is used only when named.
         _op(
             "gqa_attention",
             {
@@ -72,6 +71,7 @@ OPS: dict[str, Op] = {
                 "mosaic": tree_attention.gqa_attention_mosaic,
                 REFERENCE: tree_attention.gqa_attention_reference,
             },
+            own={HOPPER: ("mosaic", TRITON)},
         ),
         _op(
             "indexer_scores",

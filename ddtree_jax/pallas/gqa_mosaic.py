@@ -67,20 +67,9 @@ def gqa_mosaic(
     _check(q, k_cache, scale, schedule, platform)
     b, t, heads, _ = q.shape
     width = k_cache.shape[3]
-    kv_heads = width // WIDTH
-    block_tiles = cdiv(t, KEYS)
-    key_tiles = cdiv(k_cache.shape[2], KEYS) + block_tiles
-    sizes = Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1)
-    # What is chosen is the number of splits of a tile that is alone, or of a pair.
-    each = 1 + sizes.row_tiles % 2
-    tiles = Tiles(
-        ROWS, KEYS, KEYS, num_warps=4, num_stages=1, min_tiles=1, start=_START_WORK, merge_rows=8,
-        splits=None if schedule.splits is None else cdiv(schedule.splits, each),
-    )  # fmt: skip
-    blocks = dataclasses.replace(sizes, splits=each).units * kv_heads * b
-    chosen = num_splits(tiles, query_tiles=blocks, key_tiles=key_tiles // each, platform=platform, even=True)
-    splits = each * chosen
-    sizes = dataclasses.replace(sizes, splits=splits)
+    kv_heads, block_tiles = width // WIDTH, cdiv(t, KEYS)
+    sizes, tiles = cut(Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1), schedule, platform)
+    splits = sizes.splits
     pad = cdiv(t, 8) * 8
     if platform.interpret:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -104,6 +93,20 @@ def gqa_mosaic(
         active=lambda length: jnp.int32(splits), rows=t * heads, place=sizes.place,
     )  # fmt: skip
     return out.reshape(b, t, heads, WIDTH)
+
+
+def cut(sizes: Sizes, schedule: Schedule, platform: Platform) -> tuple[Sizes, Tiles]:
+    """The sizes with the number of splits, and the tiles of the merge."""
+    # What is chosen is the number of splits of a tile that is alone, or of a pair.
+    each = 1 + sizes.row_tiles % 2
+    tiles = Tiles(
+        ROWS, KEYS, KEYS, num_warps=4, num_stages=1, min_tiles=1, start=_START_WORK, merge_rows=8,
+        splits=None if schedule.splits is None else cdiv(schedule.splits, each),
+    )  # fmt: skip
+    blocks = dataclasses.replace(sizes, splits=each).units * sizes.kv_heads * sizes.batch
+    key_tiles = cdiv(sizes.slots, KEYS) + cdiv(sizes.block, KEYS)
+    chosen = num_splits(tiles, query_tiles=blocks, key_tiles=key_tiles // each, platform=platform, even=True)
+    return dataclasses.replace(sizes, splits=each * chosen), tiles
 
 
 def _kernel(
