@@ -80,8 +80,8 @@ class Compute:
     """A computing warpgroup, `which` of two."""
 
     def __init__(
-        self, plgpu, which: jax.Array, shared, sizes: Sizes, schedule: Schedule, scale: float, interpreted: bool,
-        *, alone: jax.Array, first, length, start_of,
+        self, plgpu, which: jax.Array, shared, schedule: Schedule, scale: float, interpreted: bool, *,
+        alone: jax.Array, first, length, start_of,
     ):  # fmt: skip
         self.plgpu, self.which, self.shared = plgpu, which, shared
         self.schedule, self.interpreted = schedule, interpreted
