@@ -119,11 +119,14 @@ class KernelReport:
         return "\n".join([self.title(), self._limits(), *("  ".join(line).rstrip() for line in padded)])
 
     def markdown(self) -> str:
+        """The table of what this device serves."""
+
         def line(cells: Iterable[str]) -> str:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
         head = [line(self.HEADER), line("---" for _ in self.HEADER)]
-        return "\n".join([self.title(), "", self._limits(), "", *head, *(line(row.cells()) for row in self.rows), ""])
+        served = [line(row.cells()) for row in self.rows if row.status != NOT_SERVED]
+        return "\n".join([self.title(), "", self._limits(), "", *head, *served, ""])
 
     def write(self, file: str | os.PathLike[str]) -> tuple[pathlib.Path, pathlib.Path]:
         """Writes `file` as JSON, and the table beside it with the ending .md."""
