@@ -1,6 +1,7 @@
 """Times and errors of every kernel at the shapes of real models, beside what the device gives.
 
     python benchmarks/kernels.py [--op NAME] [--case TEXT] [--budget-s 600] [--json kernels.json] [--profile] [--list]
+    XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/kernels.py --processes 8 --json kernels.json  # on 16 cores
 
 Prints kernel x shape x implementation: us (median of 5, and half their range), GB/s or TFLOP/s, the share of the limit
 (the larger of traffic / copy bandwidth and operations / bfloat16 rate), the relative error against float64. `--json
@@ -11,11 +12,19 @@ well over the L2 cache; what the loop itself takes, 10-20 us a trip, is in it. `
 """
 
 import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import secrets
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
-from ddtree_jax.pallas import kernel_report
+from ddtree_jax.pallas import kernel_report, measure
 from ddtree_jax.pallas.backend import current_platform
-from ddtree_jax.pallas.cases.registry import load_registry
+from ddtree_jax.pallas.cases.registry import Registry, load_registry
+from ddtree_jax.pallas.kernel_report import KernelReport
 
 
 def parse_args() -> argparse.Namespace:
@@ -25,12 +34,75 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the cases and implementations, and stop")
     parser.add_argument("--budget-s", type=float, help="leave out what does not fit into so many seconds")
     parser.add_argument("--seed", type=int, help="of the inputs; default: a new one each time")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="that share the compiling; then they measure one by one"
+    )
     parser.add_argument("--threads", type=int, help="that compile; default: one a core")
     parser.add_argument("--profile", action="store_true", help="also the profiler's time of each kernel")
     parser.add_argument("--no-reference", action="store_true", help="neither references nor baselines")
     parser.add_argument("--ops", metavar="FILE", help="Python file with OPS and CASES in place of the package's")
     parser.add_argument("--json", metavar="FILE", help="write everything here, and the table beside it as .md")
     return parser.parse_args()
+
+
+def measure_in_turn(args: argparse.Namespace, share: int, barrier: Any, lock: Any, reports: Any) -> None:
+    """A process of several: compiles every `processes`-th case with the others, then measures alone."""
+
+    alone = contextlib.ExitStack()
+
+    def limits() -> measure.Limits:
+        # Beside compilers at work, times read far too long; a process that failed must not keep the others waiting.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait()
+        alone.enter_context(lock)
+        return measure.measure_limits()
+
+    try:
+        with alone:
+            registry = load_registry(args.ops).select(args.op, args.case)
+            own = tuple(case for case in registry.cases if case.is_for(current_platform()))[share :: args.processes]
+            found = run(args, dataclasses.replace(registry, cases=own), limits)
+    except Exception as error:
+        barrier.abort()
+        found = f"{type(error).__name__}: {error}"
+    reports.put((share, found))
+
+
+def run(args: argparse.Namespace, registry: Registry, limits: Callable[[], measure.Limits]) -> KernelReport:
+    return kernel_report.measure_kernels(
+        registry,
+        current_platform(),
+        budget_s=args.budget_s,
+        seed=args.seed,
+        reference=not args.no_reference,
+        profile=args.profile,
+        threads=args.threads,
+        limits=limits,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+
+
+def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
+    """The cases dealt out to processes: to trace a kernel is Python's work, which threads do not share."""
+    context = multiprocessing.get_context("spawn")
+    barrier, lock, reports = context.Barrier(args.processes), context.Lock(), context.SimpleQueue()
+    args.seed = secrets.randbits(31) if args.seed is None else args.seed
+    workers = [
+        context.Process(target=measure_in_turn, args=(args, share, barrier, lock, reports))
+        for share in range(args.processes)
+    ]
+    for worker in workers:
+        worker.start()
+    found = dict(reports.get() for _ in workers)
+    for worker in workers:
+        worker.join()
+    failed = [report for report in found.values() if isinstance(report, str)]
+    if failed:
+        raise SystemExit(f"kernels.py: error: {failed[0]}")
+    made = [report for _, report in sorted(found.items())]
+    place = {(case.op, case.name): index for index, case in enumerate(registry.cases)}
+    rows = sorted((row for report in made for row in report.rows), key=lambda row: place[row.op, row.case])
+    return dataclasses.replace(made[0], rows=tuple(rows))
 
 
 def main() -> int:
@@ -48,16 +120,7 @@ def main() -> int:
             ]
             print(f"{case.op}: {case.name}: {', '.join(names)}")
         return 0
-    report = kernel_report.measure_kernels(
-        registry,
-        current_platform(),
-        budget_s=args.budget_s,
-        seed=args.seed,
-        reference=not args.no_reference,
-        profile=args.profile,
-        threads=args.threads,
-        progress=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    report = run_processes(args, registry) if args.processes > 1 else run(args, registry, measure.measure_limits)
     print(report.text())
     if args.profile:
         for row in report.rows:

@@ -2,8 +2,8 @@
 
     python benchmarks/tree_attention.py                      # every op, the shapes of pallas/cases/tree_attention.py
     python benchmarks/tree_attention.py --op mla --match 8k  # some of them
-    python benchmarks/tree_attention.py --defaults           # only the tiles that the library chooses
-    python benchmarks/tree_attention.py --op mla --only mosaic  # the schedules of the Mosaic kernel
+    python benchmarks/tree_attention.py --defaults           # only what the library chooses
+    python benchmarks/tree_attention.py --op gqa --only mosaic  # the schedules of the Mosaic kernel
 
 A time is the slope over trips of a device loop whose body calls the kernel CALLS times on caches of different layers,
 so that neither the host nor the L2 cache is measured; about 1 us of it chains the calls. `roof` is the larger of
@@ -18,13 +18,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.pallas import gqa_kernels, mla_kernels
+from ddtree_jax.pallas import gqa_kernels, gqa_mosaic, gqa_mosaic_compute, mla_kernels, mla_mosaic, mla_mosaic_compute
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import current_platform
 from ddtree_jax.pallas.cases.base import Case
 from ddtree_jax.pallas.cases.tree_attention import CASES
-from ddtree_jax.pallas.mla_mosaic import mla_mosaic
-from ddtree_jax.pallas.mla_mosaic_compute import Schedule
 from ddtree_jax.pallas.split_attention import Tiles
 
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.1e12, 790e12
@@ -34,6 +32,10 @@ KERNELS = {
     "mla_attention": mla_kernels.mla_triton,
     "mla_attention_selected": mla_kernels.mla_selected_triton,
     "gqa_attention": gqa_kernels.gqa_triton,
+}
+MOSAIC = {
+    "mla_attention": (mla_mosaic.mla_mosaic, mla_mosaic_compute.Schedule),
+    "gqa_attention": (gqa_mosaic.gqa_mosaic, gqa_mosaic_compute.Schedule),
 }
 OPS_BY_FLAG = {"mla": "mla_attention", "selected": "mla_attention_selected", "gqa": "gqa_attention"}
 
@@ -56,11 +58,11 @@ def candidates(op: str, rows: int) -> list[Tiles]:
     return base + [dataclasses.replace(base[1], merge_rows=rows) for rows in (2, 32)]
 
 
-def schedules(rows: int) -> list[Schedule]:
-    """Of the Mosaic kernel: both, then with splits for one, two and more waves of blocks."""
-    base = [Schedule(seesaw=False), Schedule(seesaw=True)]
-    splits = {17: (7, 15), 65: (2, 4)}.get(rows, ())
-    return base + [dataclasses.replace(one, splits=n) for n in splits for one in base]
+def schedules(op: str, rows: int) -> list[dict[str, int]]:
+    """Of the Mosaic kernel, what differs: nothing, then splits for fewer or more blocks and less shared memory."""
+    if op == "mla_attention":
+        return [{}] + [{"splits": n} for n in {17: (7, 15), 65: (2, 4)}.get(rows, ())]
+    return [{}] + [{"splits": n} for n in {16: (8, 16), 17: (8, 16), 65: (4, 12)}.get(rows, ())] + [{"slots": 2}]
 
 
 def seconds(call: Callable, arrays: tuple, case: Case) -> float:
@@ -138,17 +140,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         roof = max(case.traffic / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND)
         print(f"{case.name}: roof {roof * 1e6:.1f} us\n    {'tiles':<62} {'us':>9} {'of roof':>9} {'error':>10}")
         op = OPS[case.op]
-        measure(case, "chosen", lambda *a, o=op, c=case: o(*a, implementation="triton", **c.static), arrays, roof)
+        if args.only != "mosaic":
+            measure(case, "triton", lambda *a, o=op, c=case: o(*a, implementation="triton", **c.static), arrays, roof)
         if not args.defaults and args.only != "mosaic":
             for tiles in candidates(case.op, arrays[0].shape[1])[: args.first]:
                 kernel = KERNELS[case.op]
                 static = dict(case.static, platform=platform, tiles=tiles)
                 measure(case, describe(tiles), lambda *a, k=kernel, s=static: k(*a, **s), arrays, roof)
-        if case.op == "mla_attention" and args.only != "triton":
-            for one in schedules(arrays[0].shape[1])[: 1 if args.defaults else args.first]:
-                static = dict(case.static, platform=platform, schedule=one)
-                name = " ".join(f"{k}={v}" for k, v in dataclasses.asdict(one).items() if v != getattr(Schedule(), k))
-                measure(case, f"mosaic {name}", lambda *a, s=static: mla_mosaic(*a, **s), arrays, roof)
+        if case.op in MOSAIC and args.only != "triton":
+            kernel, schedule = MOSAIC[case.op]
+            for one in schedules(case.op, arrays[0].shape[1])[: 1 if args.defaults else args.first]:
+                static = dict(case.static, platform=platform, schedule=schedule(**one))
+                name = " ".join(["mosaic", *(f"{k}={v}" for k, v in one.items())])
+                measure(case, name, lambda *a, k=kernel, s=static: k(*a, **s), arrays, roof)
         if not args.no_xla:
             for name, baseline in case.baselines.items():
                 measure(case, name, baseline, arrays, roof)

@@ -280,7 +280,7 @@ def _kernels() -> list[Finding]:
     asked = ", only with kernels='all': never run on such a GPU" if unproven else ""
     findings = []
     for name, op in registry.ops.items():
-        case = next((case for case in registry.cases if case.op == name), None)
+        case = next((case for case in registry.cases if case.op == name and case.is_for(platform)), None)
         if case is None:
             continue
         reasons = op.explain(*_shapes(case), platform=platform, **case.static)

@@ -74,7 +74,6 @@ OPS: dict[str, Op] = {
                 REFERENCE: tree_attention.mla_attention_selected_reference,
             },
         ),
-        # Mosaic's has lost to Triton's on an H200 so far: it is used only when named.
         _op(
             "gqa_attention",
             {
@@ -82,6 +81,7 @@ OPS: dict[str, Op] = {
                 MOSAIC: tree_attention.gqa_attention_mosaic,
                 REFERENCE: tree_attention.gqa_attention_reference,
             },
+            own={HOPPER: ("mosaic", TRITON)},
         ),
         _op(
             "indexer_scores",

@@ -6,7 +6,7 @@ the keys are read once for 128 rows; for the last one of an odd number of row ti
 every other key tile of twice as long a split. A third warpgroup copies the tiles of keys and values.
 
 Parts of the splits are merged by the Triton kernel that serves the other attention kernels: a merge through the shared
-memory of a cluster of splits took 20 us on an H200 where that kernel takes 3.
+memory of a cluster of splits took 20 us on an H200 where that kernel takes 2.
 
 The last tile of the prefix and those of the block are masked: rows of values that nobody may see, or that are not
 finite, become zeros in shared memory, for 0 * NaN would spread them; scores of the latter become NaN.
@@ -67,19 +67,9 @@ def gqa_mosaic(
     _check(q, k_cache, scale, schedule, platform)
     b, t, heads, _ = q.shape
     width = k_cache.shape[3]
-    kv_heads = width // WIDTH
-    block_tiles = cdiv(t, KEYS)
-    key_tiles = cdiv(k_cache.shape[2], KEYS) + block_tiles
-    sizes = Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1)
-    # What is chosen is the number of splits of a tile that is alone, or of a pair.
-    each = 1 + sizes.row_tiles % 2
-    tiles = Tiles(
-        ROWS, KEYS, KEYS, num_warps=4, num_stages=1, start=_START_WORK, merge_rows=8,
-        splits=None if schedule.splits is None else cdiv(schedule.splits, each),
-    )  # fmt: skip
-    blocks = dataclasses.replace(sizes, splits=each).units * kv_heads * b
-    splits = each * num_splits(tiles, query_tiles=blocks, key_tiles=key_tiles // each, platform=platform)
-    sizes = dataclasses.replace(sizes, splits=splits)
+    kv_heads, block_tiles = width // WIDTH, cdiv(t, KEYS)
+    sizes, tiles = cut(Sizes(b, t, heads, kv_heads, k_cache.shape[2], 1), schedule, platform)
+    splits = sizes.splits
     pad = cdiv(t, 8) * 8
     if platform.interpret:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -103,6 +93,20 @@ def gqa_mosaic(
         active=lambda length: jnp.int32(splits), rows=t * heads, place=sizes.place,
     )  # fmt: skip
     return out.reshape(b, t, heads, WIDTH)
+
+
+def cut(sizes: Sizes, schedule: Schedule, platform: Platform) -> tuple[Sizes, Tiles]:
+    """The sizes with the number of splits, and the tiles of the merge."""
+    # What is chosen is the number of splits of a tile that is alone, or of a pair.
+    each = 1 + sizes.row_tiles % 2
+    tiles = Tiles(
+        ROWS, KEYS, KEYS, num_warps=4, num_stages=1, min_tiles=1, start=_START_WORK, merge_rows=8,
+        splits=None if schedule.splits is None else cdiv(schedule.splits, each),
+    )  # fmt: skip
+    blocks = dataclasses.replace(sizes, splits=each).units * sizes.kv_heads * sizes.batch
+    key_tiles = cdiv(sizes.slots, KEYS) + cdiv(sizes.block, KEYS)
+    chosen = num_splits(tiles, query_tiles=blocks, key_tiles=key_tiles // each, platform=platform, even=True)
+    return dataclasses.replace(sizes, splits=each * chosen), tiles
 
 
 def _kernel(
@@ -209,7 +213,7 @@ def _kernel(
             plgpu.set_max_registers(schedule.registers[0], action="increase")
             plgpu.barrier_wait(shared["asked"])
             compute = Compute(
-                plgpu, group, shared, s, schedule, scale, interpret is not None,
+                plgpu, group, shared, schedule, scale, interpret is not None,
                 alone=alone, first=first, length=length, start_of=start_of,
             )  # fmt: skip
             acc, weight = compute.normalised(*compute.run(steps))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,18 +19,16 @@ KEYS = 64  # of a key tile
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the work is cut and overlapped.
+    """How the work is cut.
 
     Attributes:
       slots: tiles of keys, and of values, in shared memory; an even number.
       splits: of the keys, or None: chosen by `split_attention.num_splits`. An even number where a row tile is alone.
-      ahead: the scores of the next tile are under way while a tile is weighed and its values are added.
       registers: of a thread that computes, and of one that copies.
     """
 
     slots: int = 4
     splits: int | None = None
-    ahead: bool = True
     registers: tuple[int, int] = (232, 40)
 
     def __post_init__(self) -> None:
@@ -83,11 +80,11 @@ class Compute:
     """A computing warpgroup, `which` of two."""
 
     def __init__(
-        self, plgpu, which: jax.Array, shared, sizes: Sizes, schedule: Schedule, scale: float, interpreted: bool,
-        *, alone: jax.Array, first, length, start_of,
+        self, plgpu, which: jax.Array, shared, schedule: Schedule, scale: float, interpreted: bool, *,
+        alone: jax.Array, first, length, start_of,
     ):  # fmt: skip
         self.plgpu, self.which, self.shared = plgpu, which, shared
-        self.sizes, self.schedule, self.interpreted = sizes, schedule, interpreted
+        self.schedule, self.interpreted = schedule, interpreted
         self.factor = scale * LOG2_E
         self.alone, self.first, self.length, self.start_of = alone, first, length, start_of
         self.q = shared["q"].at[which]
@@ -112,10 +109,7 @@ class Compute:
             return stride * j + start
 
         plain = jnp.clip(self.length // KEYS - self.first, 0, steps)
-        if self.schedule.ahead and not self.interpreted:
-            carry = self.ahead(count(plain), at, empty)
-        else:
-            carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c), empty)
+        carry = lax.fori_loop(0, count(plain), lambda j, c: self.step(at(j), c), empty)
         # The last tile of the prefix, if it is not full, and those of the block.
         return lax.fori_loop(count(plain), count(steps), lambda j, c: self.step(at(j), c, masked=True), carry)
 
@@ -137,41 +131,6 @@ class Compute:
         weights, sums, top, fade = self.weigh(scores, top)
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
         return self.add(acc, weights, slot), top, total * fade + sums
-
-    def ahead(self, count: jax.Array, at: Callable[[jax.Array], jax.Array], empty: Any) -> Any:
-        """`count` tiles without a mask. The scores of a tile are asked for before the values of the one before it are
-        added, and weighed while these are."""
-        plgpu, shared = self.plgpu, self.shared
-
-        def some(acc, top, total):
-            weights, sums, top, _ = self.weigh(self.scores(self.slot(at(0))), top)
-
-            def step(j, carry):
-                acc, weights, top, total = carry
-                slot, following = self.slot(at(j)), self.slot(at(j + 1))
-                plgpu.barrier_wait(shared["full"]["k"].at[following])
-
-                def products(ref, scores_ref):
-                    ref[...] = acc
-                    plgpu.wgmma(scores_ref, self.q, shared["k"].at[following].transpose((1, 0)))
-                    plgpu.barrier_wait(shared["full"]["v"].at[slot])
-                    plgpu.wgmma(ref, weights, shared["v"].at[slot])
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    self.release(shared["free"]["k"].at[following])
-                    out = self.weigh(scores, top)
-                    return ref[...], out
-
-                shapes = plgpu.ACC((ROWS, WIDTH), jnp.float32), plgpu.ACC((ROWS, KEYS), jnp.float32)
-                acc, (weights, sums, top, fade) = pl.run_scoped(products, *shapes)
-                self.release(shared["free"]["v"].at[slot])
-                return acc * lax.broadcast_in_dim(fade, acc.shape, [0]), weights, top, total * fade + sums
-
-            acc, weights, top, total = lax.fori_loop(0, count - 1, step, (acc, weights, top, sums))
-            slot = self.slot(at(count - 1))
-            plgpu.barrier_wait(shared["full"]["v"].at[slot])
-            return self.add(acc, weights, slot), top, total
-
-        return lax.cond(count > 0, some, lambda *carry: carry, *empty)
 
     def scores(self, slot: jax.Array) -> jax.Array:
         """float32 [64, keys] of a tile."""
@@ -219,7 +178,7 @@ class Compute:
         return lax.cond(of_block, block, end, scores)
 
     def clean(self, slot: jax.Array, low: jax.Array, high: jax.Array) -> None:
-        """Zeros in rows of values outside of [low, high) and in those that are not finite; NaN in `broken` for these."""
+        """Zeros in rows of values outside [low, high) and in those that are not finite; NaN in `broken` for these."""
         plgpu = self.plgpu
         ref = self.shared["v"].at[slot]
         values = plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)

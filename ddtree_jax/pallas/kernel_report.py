@@ -119,11 +119,14 @@ class KernelReport:
         return "\n".join([self.title(), self._limits(), *("  ".join(line).rstrip() for line in padded)])
 
     def markdown(self) -> str:
+        """The table of what this device serves."""
+
         def line(cells: Iterable[str]) -> str:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
         head = [line(self.HEADER), line("---" for _ in self.HEADER)]
-        return "\n".join([self.title(), "", self._limits(), "", *head, *(line(row.cells()) for row in self.rows), ""])
+        served = [line(row.cells()) for row in self.rows if row.status != NOT_SERVED]
+        return "\n".join([self.title(), "", self._limits(), "", *head, *served, ""])
 
     def write(self, file: str | os.PathLike[str]) -> tuple[pathlib.Path, pathlib.Path]:
         """Writes `file` as JSON, and the table beside it with the ending .md."""
@@ -151,7 +154,8 @@ def measure_kernels(
     """Compiles everything in threads, and then checks and times one implementation after the other.
 
     Args:
-      registry: which cases; with a budget they are taken in turn from each operation.
+      registry: which cases, of which those for other GPUs are passed over; with a budget they are taken in turn from
+        each operation.
       platform: that of this machine.
       budget_s: seconds after which the rest is left out; None: no end.
       seed: of the inputs; None: a new one each time.
@@ -164,7 +168,8 @@ def measure_kernels(
     """
     seed = secrets.randbits(31) if seed is None else seed
     start = time.perf_counter()
-    registry = dataclasses.replace(registry, cases=tuple(_in_turn(registry.cases)))
+    own = (case for case in registry.cases if case.is_for(platform))
+    registry = dataclasses.replace(registry, cases=tuple(_in_turn(own)))
     rows: dict[tuple[int, str], Row] = {}
     loops: dict[tuple[int, str], measure.Loop] = {}
     runs = {(index, name): run for index, name, run in _runs(registry, platform, reference)}

@@ -3,8 +3,8 @@
 A block of threads takes 64 query rows (heads of one block row) and one split of the keys. Queries stay in shared
 memory; a warpgroup copies tiles of 64 keys into two slots by TMA, and two warpgroups compute. Each of these holds half
 of the output's columns, for 64 x 512 sums do not fit the registers of one. A tile is cut into the columns of the two
-halves and the rope, so that products begin with the first piece and, in the seesaw, a piece is refilled as soon as its
-last reader is done.
+halves and the rope, so that products begin with the first piece and a piece is refilled as soon as its last reader is
+done.
 
 A call is short: at short contexts most of it goes to instructions that are not in their cache yet. So both computing
 warpgroups share one body where they can, and what follows aims at few instructions as much as at short loops.
@@ -18,7 +18,6 @@ splits are merged by the Triton kernel that serves the other attention kernels; 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,6 @@ from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.mla_mosaic_compute import (
-    FIRST,
     HALF,
     MASK,
     PIECES,
@@ -54,8 +52,6 @@ from ddtree_jax.pallas.split_attention import (
 )
 
 _ALIGN = 8  # rows: the swizzled tiles that TMA copies; it would fill those of a tile cut in two with zeros
-# Key tiles of a split from which on the seesaw pays for its start (measured with 10 and 18 on an H200).
-_LONG = 14
 
 
 def _check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> None:
@@ -90,8 +86,6 @@ def mla_mosaic(
     tiles = Tiles(TILE, TILE, TILE, num_warps=4, num_stages=1, splits=schedule.splits)
     key_tiles = cdiv(cache.shape[2], TILE) + block_tiles
     splits = num_splits(tiles, query_tiles=rows // TILE * b, key_tiles=key_tiles, platform=platform)
-    if schedule.seesaw is None:
-        schedule = dataclasses.replace(schedule, seesaw=key_tiles // splits >= _LONG)
     if platform.interpret and interpret is None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -166,16 +160,15 @@ def _kernel(
 
                 def copy(step, carry):
                     slot = lax.rem(step - first, jnp.int32(SLOTS))
-                    after = jnp.where(step >= pairs, 1, 0) if schedule.seesaw else 0
+                    after = jnp.where(step >= pairs, 1, 0)
                     column = (step - prefix) * TILE  # of the block, where not negative
 
                     def rows(ref, row):
                         for name, (start, width) in PIECES.items():
-                            if schedule.seesaw or name == FIRST:
 
-                                @pl.when(step >= refill)
-                                def _wait(name=name):
-                                    plgpu.barrier_wait(shared["free"].at[barrier_of(name, slot)])
+                            @pl.when(step >= refill)
+                            def _wait(name=name):
+                                plgpu.barrier_wait(shared["free"].at[barrier_of(name, slot)])
 
                             plgpu.copy_gmem_to_smem(
                                 ref.at[pl.ds(row, TILE), pl.ds(start, width)],
@@ -190,7 +183,7 @@ def _kernel(
                         rows(block_ref, b * block_rows + column)
                         # Behind the waits above: who frees the keys has read the mask.
                         mask = block_ref.at[b * block_rows + own * TILE // heads, pl.ds(RANK + ROPE + column, TILE)]
-                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot, after)])
+                        plgpu.copy_gmem_to_smem(mask, shared[MASK].at[slot], full.at[barrier_of(MASK, slot, 1)])
 
                     lax.cond(column < 0, cached_rows, own_rows)
                     return carry
@@ -202,11 +195,11 @@ def _kernel(
             def _compute():
                 plgpu.set_max_registers(schedule.registers[0], action="increase")
                 compute = Compute(
-                    plgpu, group, shared, schedule, first=first, length=length, block=block, scale=scale,
+                    plgpu, group, shared, first=first, length=length, block=block, scale=scale,
                     interpreted=interpret is not None,
                 )  # fmt: skip
                 plgpu.barrier_wait(shared["asked"])
-                acc, top, total = (compute.seesaw if schedule.seesaw else compute.twice)(steps)
+                acc, top, total = compute.run(steps)
                 safe = jnp.where(total == 0.0, 1.0, total)
                 acc = acc * lax.broadcast_in_dim(1.0 / safe, (TILE, HALF), [0])
                 part = 0 if whole else split * batch
@@ -231,11 +224,6 @@ def _kernel(
         shapes = {"halves": (*leading, 2, TILE, HALF), "rope": (*leading, TILE, ROPE)}
         return {name: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for name, shape in shapes.items()}
 
-    passed = {
-        "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
-        "sums": plgpu.SMEM((2, TILE), jnp.float32),
-        "ready": plgpu.Barrier(num_barriers=SLOTS),
-    }
     count = splits * batch * rows
     return plgpu.kernel(
         body,
@@ -256,13 +244,12 @@ def _kernel(
                 "k": pieces(SLOTS),
                 MASK: plgpu.SMEM((SLOTS, TILE), jnp.bfloat16),
                 "asked": plgpu.Barrier(num_arrivals=len(PIECES)),
-                "full": plgpu.Barrier(num_barriers=barrier_of(MASK, SLOTS, int(schedule.seesaw))),
-                "free": plgpu.Barrier(
-                    num_arrivals=1 if schedule.seesaw else 2,
-                    num_barriers=(len(PIECES) if schedule.seesaw else 1) * SLOTS,
-                ),
+                "full": plgpu.Barrier(num_barriers=barrier_of(MASK, SLOTS, 1)),
+                "free": plgpu.Barrier(num_barriers=len(PIECES) * SLOTS),
                 "met": plgpu.Barrier(num_arrivals=2),
-                **(passed if schedule.seesaw else {}),
+                "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
+                "sums": plgpu.SMEM((2, TILE), jnp.float32),
+                "ready": plgpu.Barrier(num_barriers=SLOTS),
             },
         ),
     )

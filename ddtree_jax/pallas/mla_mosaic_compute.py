@@ -20,25 +20,19 @@ HALF = RANK // 2
 SLOTS = 2
 # Pieces of a row by their first column and width, in the order in which a slot becomes free.
 PIECES = {"left": (0, HALF), "rope": (RANK, ROPE), "right": (HALF, HALF)}
-FIRST, *_ = PIECES  # for all of them, where they become free together
 HALVES = ("left", "right")
 MASK = "mask"  # of a tile of the block; copied like a piece
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the two computing warpgroups share the work.
+    """How the work is cut.
 
     Attributes:
-      seesaw: of a pair of tiles without a mask each computes the scores of one, and they pass weights and maxima to
-        each other through shared memory; the second one weighs its scores while the values of the tile before are
-        added. Otherwise, and in all other tiles, both compute all scores, half again as many products, and pass
-        nothing. None: by the number of tiles.
       splits: of the keys, or None: chosen by `split_attention.num_splits`.
       registers: of a thread that computes, and of one that copies.
     """
 
-    seesaw: bool | None = None
     splits: int | None = None
     registers: tuple[int, int] = (240, 24)
 
@@ -50,10 +44,10 @@ def barrier_of(name: str, slot: Any, after: Any = 0) -> Any:
     """Index of the barrier of a piece's slot. Of all pieces there is one array of barriers: the phases of an array are
     kept in one register.
 
-    `after`: 1 for tiles that follow the pairs of the seesaw: in pairs a warpgroup does not wait for all pieces, and so
-    does not know the phases of all their barriers.
+    `after`: 1 for tiles that follow the pairs, as all of the block do: in pairs a warpgroup does not wait for all
+    pieces, and so does not know the phases of all their barriers.
     """
-    return ((*PIECES, MASK).index(name) + after * (len(PIECES) + 1)) * SLOTS + slot
+    return ((*PIECES, MASK).index(name) + after * len(PIECES)) * SLOTS + slot
 
 
 def plain_tiles(first: jax.Array, length: jax.Array, steps: jax.Array) -> jax.Array:
@@ -70,10 +64,9 @@ class Compute:
     """A computing warpgroup, `which` of two; the one that holds columns [which * 256, which * 256 + 256)."""
 
     def __init__(
-        self, plgpu, which: int | jax.Array, shared, schedule: Schedule, *, first, length, block: int, scale: float,
-        interpreted: bool,
+        self, plgpu, which: int | jax.Array, shared, *, first, length, block: int, scale: float, interpreted: bool,
     ):  # fmt: skip
-        self.plgpu, self.which, self.shared, self.schedule = plgpu, which, shared, schedule
+        self.plgpu, self.which, self.shared = plgpu, which, shared
         self.first, self.length, self.block = first, length, block
         self.factor, self.interpreted = scale * LOG2_E, interpreted
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
@@ -109,10 +102,10 @@ class Compute:
         """
         return i & (self.length >> 31)
 
-    def scores(self, step: jax.Array, slot: Any, masked: bool, zero: jax.Array) -> jax.Array:
-        """float32 [64, 64] of a tile, masked if `masked` and the tile needs it."""
+    def scores(self, step: jax.Array, slot: Any, tail: bool, zero: jax.Array) -> jax.Array:
+        """float32 [64, 64] of a tile; of one that follows the pairs masked, if it needs it."""
         plgpu, shared = self.plgpu, self.shared
-        after = int(self.schedule.seesaw and masked)
+        after = int(tail)
 
         def product(acc):
             for name in PIECES:
@@ -123,7 +116,7 @@ class Compute:
         scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
 
         def mask_row():
-            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, after)])
+            plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, 1)])
             return plgpu.load(shared[MASK].at[slot], layout=self.across, optimized=False).astype(jnp.float32)
 
         def all_seen():
@@ -136,7 +129,7 @@ class Compute:
             # A key with an infinity may give -inf, which would hide it, where its values are NaN for those that see it.
             return jnp.where(visible, jnp.where(jnp.abs(scores) < jnp.inf, scores, jnp.nan), -jnp.inf)
 
-        if masked:
+        if tail:
             return lax.cond(self.is_masked(step), mask, lambda scores: scores, scores)
         return scores
 
@@ -200,41 +193,26 @@ class Compute:
             self.plgpu.barrier_arrive(self.shared["free"].at[barrier_of(name, slot)])
 
     def tile(self, i: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """One tile, all of whose scores both warpgroups compute."""
+        """One tile that follows the pairs; both warpgroups compute all of its scores."""
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(SLOTS))
         weights, sums, top, fade = self.weigh(self.scores(i, slot, True, self.zero(i)), top)
 
-        # Both must have read the keys before one warpgroup cleans them, or frees a piece for both as in the seesaw.
-        if self.schedule.seesaw:
-            self.meet()
-
-        @pl.when(self.is_masked(i))
-        def _clean():
-            if not self.schedule.seesaw:
-                self.meet()
-            self.clean(slot)
-
+        # Both must have read the keys before one warpgroup cleans them, or frees a piece for both.
+        self.meet()
+        pl.when(self.is_masked(i))(lambda: self.clean(slot))
         acc, _ = self.add(acc, fade, weights, slot)
-        if self.schedule.seesaw:
-            pl.when(self.which == 0)(lambda: self.release(slot, "left"))
-            pl.when(self.which == 1)(lambda: self.release(slot, "rope", "right"))
-        else:
-            self.release(slot, FIRST)
+        pl.when(self.which == 0)(lambda: self.release(slot, "left"))
+        pl.when(self.which == 1)(lambda: self.release(slot, "rope", "right"))
         return acc, top, total * fade + sums
 
-    def tail(self, start: jax.Array, steps: jax.Array, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        carry = lax.fori_loop(start, steps, self.tile, carry)
-        self.meet()  # both have read the queries
-        return carry
+    def run(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(sums of weighted values, maxima, sums of weights) of all tiles.
 
-    def twice(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(sums of weighted values, maxima, sums of weights) of all tiles; all scores by both warpgroups."""
-        # There is one: else zeros would be written for a loop without steps, too.
-        return self.tail(0, jnp.maximum(steps, 1), self.empty())
-
-    def seesaw(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """As `twice`; of pairs of plain tiles, warpgroup w computes the scores of those of slot w."""
+        Of a pair of tiles without a mask, warpgroup w computes the scores of that in slot w, and they pass weights and
+        maxima to each other through shared memory; the second one weighs its scores while the values of the tile before
+        are added. In all other tiles both compute all scores, half again as many products, and pass nothing.
+        """
         pairs = plain_tiles(self.first, self.length, steps) // 2
         acc, top, total = lax.cond(
             self.which == 0,
@@ -243,7 +221,9 @@ class Compute:
             *self.empty(),
         )
         # Each has summed the weights of its own tiles.
-        return self.tail(2 * pairs, steps, (acc, top, self.sum_of_both(total)))
+        carry = lax.fori_loop(2 * pairs, steps, self.tile, (acc, top, self.sum_of_both(total)))
+        self.meet()  # both have read the queries
+        return carry
 
     def as_role(self, which: int) -> Compute:
         """This warpgroup where it is known to be `which`."""

@@ -13,7 +13,7 @@ from ddtree_jax.pallas.moe_tiles import combine, make_tiles
 from ddtree_jax.pallas.nvfp4_grid import GridWeight, num_parts
 from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule
 
-# Slots of a tile: the fewest of these that hold twice what an expert gets on average, so that few are read twice.
+# Slots of a tile: the fewest of these that hold 1.75 times what an expert gets on average, so that few are read twice.
 _TILE_ROWS = (8, 16, 32, 64)
 
 
@@ -21,7 +21,7 @@ def tile_rows(pairs: int, num_experts: int, dtype: Any) -> int:
     """Slots of a tile for so many pairs of row and expert under even routing."""
     # Two steps of 64 float32 rows, three bfloat16 terms each, do not fit into shared memory.
     choices = _TILE_ROWS[:-1] if num_parts(dtype) > 1 else _TILE_ROWS
-    return next((rows for rows in choices if rows * num_experts >= 2 * pairs), choices[-1])
+    return next((rows for rows in choices if 4 * rows * num_experts >= 7 * pairs), choices[-1])
 
 
 def run_mosaic(

@@ -13,7 +13,6 @@ they are: inputs keep their order.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -28,7 +27,9 @@ from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule, Units, kernel
 TILE_ROWS = 8  # activation rows come in multiples of it
 # Rows of a call: as far as the packed weights win over plain ones of 16 bits (measured on an H200 up to 128).
 MAX_ROWS = 128
-_WORKERS = 4  # computing warpgroups of a block of threads at most: more leave each too few registers
+# Computing warpgroups of a block of threads: how much longer a tile takes a core than with the most (H200). More than
+# three have too few registers each: ptxas then runs one product after the other.
+_WORKERS = {1: 1.35, 2: 1.12, 3: 1.0}
 
 
 def require(weight: GridWeight, platform: Platform) -> None:
@@ -50,22 +51,20 @@ def choose_schedule(units: Units, out_dtype: Any, platform: Platform) -> Schedul
 
     def cost(schedule: Schedule) -> tuple[float, int]:
         waves = -(-units.tiles * (units.blocks // schedule.across) // cores)
-        # Where warpgroups are few, a core waits for them; adding their sums costs about two tiles.
+        # To add their sums costs about two tiles.
         tiles = waves * (schedule.across * units.steps + 2 * (schedule.depth > 1))
-        return tiles * (1.0 if schedule.workers > 2 else 1.2 if schedule.workers == 2 else 1.5), schedule.workers
+        return tiles * _WORKERS[schedule.workers], schedule.workers
 
     candidates = [
         Schedule(across, depth)
-        for across in range(1, _WORKERS + 1)
-        for depth in range(1, _WORKERS // across + 1)
-        if units.blocks % across == 0 and units.steps % depth == 0
+        for across in _WORKERS
+        for depth in _WORKERS
+        if across * depth in _WORKERS and units.blocks % across == 0 and units.steps % depth == 0
     ]
     fitting = [one for one in candidates if units.slots(one, out_dtype)]
     if not fitting:
         raise NotImplementedError(f"{units.rows} rows: two steps of them do not fit into shared memory")
-    best = min(fitting, key=cost)
-    # The registers of more fragments are there where a block has few threads and one sum.
-    return dataclasses.replace(best, under_way=3 if best.workers <= 3 and units.parts == 1 else 1)
+    return min(fitting, key=cost)
 
 
 def nvfp4_matmul_mosaic(

@@ -31,13 +31,13 @@ class Schedule:
       across: grid blocks of a unit, a warpgroup each.
       depth: warpgroups that share the steps of a grid block.
       slots: rounds of `depth` steps in shared memory at most, at least 2.
-      under_way: products that may be unfinished while more weights are unpacked; each takes 16 registers.
+      under_way: products that may be unfinished while more weights are unpacked; each has 16 registers of them.
     """
 
     across: int
     depth: int = 1
     slots: int = 6
-    under_way: int = 1
+    under_way: int = 3
 
     @property
     def workers(self) -> int:

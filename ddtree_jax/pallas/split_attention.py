@@ -78,12 +78,15 @@ def check_registers(registers: tuple[int, int]) -> None:
         raise ValueError(f"registers: got {registers}; multiples of 8 from 24 on, 2 * first + second at most {3 * 168}")
 
 
-def num_splits(tiles: Tiles, *, query_tiles: int, key_tiles: int, platform: Platform) -> int:
+def num_splits(
+    tiles: Tiles, *, query_tiles: int, key_tiles: int, platform: Platform, even: bool = False
+) -> int:  # fmt: skip
     """Splits of each query tile for a grid that fills the cores in few, full waves.
 
     Args:
       query_tiles: of the whole call (batch, KV heads).
       key_tiles: at full capacity.
+      even: splits differ by one tile at most. Else all but the last are of one length, `split_range`.
     """
     most = max(1, min(key_tiles // tiles.min_tiles, 64))
     if tiles.splits is not None:
@@ -93,7 +96,8 @@ def num_splits(tiles: Tiles, *, query_tiles: int, key_tiles: int, platform: Plat
     def time(splits: int) -> float:
         # More parts cost the merge.
         waves = math.ceil(query_tiles * splits / slots)
-        return waves * (math.ceil(key_tiles / splits) + tiles.start) * (1.0 if splits == 1 else 1.02)
+        mine = key_tiles / splits if even else math.ceil(key_tiles / splits)
+        return waves * (mine + tiles.start) * (1.0 if splits == 1 else 1.02)
 
     return min(range(1, most + 1), key=lambda n: (time(n), n))
 

@@ -1,11 +1,12 @@
 """The Mosaic kernel of grouped-query attention against float64, in Mosaic's interpreter; compiled under `-m gpu`.
 
-The interpreter has the copies, barriers and products of shared memory and finds races among them. It knows no products
-that add to sums in registers, and the scores are not asked for ahead there: the overlaps are for the GPU tests.
+The interpreter has the copies, barriers and products of shared memory and finds races among them; products that add to
+sums in registers are replaced there. How the hardware lays out and overlaps them is for the GPU tests.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
-from ddtree_jax.pallas.gqa_mosaic import gqa_mosaic
-from ddtree_jax.pallas.gqa_mosaic_compute import Schedule
+from ddtree_jax.pallas.gqa_mosaic import cut, gqa_mosaic
+from ddtree_jax.pallas.gqa_mosaic_compute import Schedule, Sizes
 from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache, draw_trees
 
 WIDTH = 128
@@ -24,7 +25,6 @@ SCHEDULES = {
     "8 splits": Schedule(splits=8),
     "5 splits": Schedule(splits=5),
     "one split": Schedule(splits=1),
-    "not ahead": Schedule(splits=8, ahead=False),
     "two slots": Schedule(splits=4, slots=2),
 }
 
@@ -156,11 +156,17 @@ def test_what_is_refused():
         ask(batch=2)
 
 
-def test_it_runs_only_when_named():
+def test_other_gpus_do_not_try_it():
     op = OPS["gqa_attention"]
-    assert "mosaic" in op.implementations
-    # Not on Hopper either: it has not been faster than Triton there yet.
-    assert all("mosaic" not in op.names(platform) for platform in (H200, B200, RTX_PRO_6000, HOST))
+    assert op.names(H200) == ("mosaic", "triton", "reference")
+    assert all("mosaic" not in op.names(platform) for platform in (B200, RTX_PRO_6000, HOST))
+
+
+def test_splits_of_an_h200():
+    """One wave of blocks, with a key tile each where those are few."""
+    shapes = itertools.product((17, 65), (1024, 8192, 65536))
+    splits = {(t, n): cut(Sizes(1, t, 32, 8, n, 1), Schedule(), H200)[0].splits for t, n in shapes}
+    assert splits == {(17, 1024): 16, (17, 8192): 16, (17, 65536): 16, (65, 1024): 6, (65, 8192): 6, (65, 65536): 6}
 
 
 @pytest.mark.gpu
@@ -174,12 +180,11 @@ def test_lengths_on_the_gpu(schedule, t):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", [None, Schedule(splits=8, ahead=False)], ids=["chosen", "not ahead"])
-def test_rows_that_are_not_finite_on_the_gpu(schedule):
+def test_rows_that_are_not_finite_on_the_gpu():
     q, k_cache, v_cache, lengths, new_k, new_v, mask = make((100,), 17, 128)
     new_k[0, 1, 5], new_v[0, 2, 3] = np.nan, np.inf
     mask[0, :, 1:3], mask[0, 1, 1], mask[0, 2, 2] = False, True, True
-    out = call((q, k_cache, v_cache, lengths, new_k, new_v, mask), schedule, current_platform())
+    out = call((q, k_cache, v_cache, lengths, new_k, new_v, mask), None, current_platform())
     assert np.isnan(out[0, 1:3]).all()
     rows = [0, *range(3, 17)]
     new_k[0, 1, 5], new_v[0, 2, 3] = 0, 0  # weight 0 times these would be NaN in numpy, too

@@ -21,13 +21,7 @@ from ddtree_jax.pallas.mla_mosaic_compute import RANK, ROPE, Schedule
 from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache, draw_trees
 
 HEADS = 64
-SCHEDULES = {
-    "twice": Schedule(seesaw=False, splits=2),
-    "twice, one split": Schedule(seesaw=False, splits=1),
-    "seesaw": Schedule(seesaw=True, splits=2),
-    "seesaw, one split": Schedule(seesaw=True, splits=1),
-}
-ALL = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+SPLITS = pytest.mark.parametrize("splits", [1, 2])
 
 
 def make(lengths, t, slots):
@@ -66,27 +60,24 @@ def assert_close(out, want):
         assert np.linalg.norm(a - e) <= 5e-3 * np.linalg.norm(e)
 
 
-@pytest.mark.parametrize("name", ["twice", "seesaw"])
-def test_against_float64(name):
+def test_against_float64():
     """Three tiles and more in a split, odd and even numbers of them, and a tail."""
     arrays = make((330,), 1, 352)
-    assert_close(run(arrays, SCHEDULES[name]), exact(*arrays))
+    assert_close(run(arrays, Schedule(splits=2)), exact(*arrays))
 
 
 @pytest.mark.slow
-@ALL
-def test_lengths(schedule):
+@SPLITS
+def test_lengths(splits):
     arrays = make((0, 1, 63, 64, 65, 128, 449), 3, 456)
-    assert_close(run(arrays, schedule), exact(*arrays))
+    assert_close(run(arrays, Schedule(splits=splits)), exact(*arrays))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3, 64, None])
 def test_splits(splits):
     arrays = make((700, 5), 1, 704)
-    for seesaw in (False, True):
-        schedule = Schedule(seesaw=seesaw, splits=splits)
-        assert_close(run(arrays, schedule, cores=8), exact(*arrays))
+    assert_close(run(arrays, Schedule(splits=splits), cores=8), exact(*arrays))
 
 
 @pytest.mark.slow
@@ -96,8 +87,7 @@ def test_a_block_of_two_tiles():
     assert_close(run(arrays, Schedule(splits=2), races=False), exact(*arrays))
 
 
-@pytest.mark.parametrize("seesaw", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_rows_that_are_not_finite(seesaw):
+def test_rows_that_are_not_finite():
     """NaN and infinity reach the rows that see them, and no others; a row that sees nothing is zero.
 
     The tiles of the first sequence, of its prefix and of its block, reach into the second one.
@@ -107,7 +97,7 @@ def test_rows_that_are_not_finite(seesaw):
     mask[0] = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
     mask[1] = np.array([[1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1]], bool)
     arrays = q, cache, lengths, new, mask
-    out = run(arrays, Schedule(seesaw=seesaw, splits=1), races=seesaw)
+    out = run(arrays, Schedule(splits=1))
     for broken in (out[0, 1:3], out[1, 0], out[1, 3]):
         assert np.isnan(broken).all()
     assert (out[1, 2] == 0).all()
@@ -119,11 +109,11 @@ def test_rows_that_are_not_finite(seesaw):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("schedule", [Schedule(splits=1), Schedule(splits=2)], ids=["one", "two"])
-def test_blocks_of_a_real_size(schedule):
+@SPLITS
+def test_blocks_of_a_real_size(splits):
     """17 rows of three sequences: each block starts in the middle of a tile of the one before."""
     arrays = make((64, 65, 1), 17, 72)
-    assert_close(run(arrays, schedule, races=False), exact(*arrays))
+    assert_close(run(arrays, Schedule(splits=splits), races=False), exact(*arrays))
 
 
 @pytest.mark.parametrize("t", [1, 17, 65])
@@ -184,20 +174,22 @@ def test_other_gpus_do_not_try_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=["chosen", *SCHEDULES])
+@pytest.mark.parametrize("splits", [None, 1, 2])
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.op == "mla_attention" and "64k" not in c.name])
-def test_cases_on_the_gpu(case, schedule):
+def test_cases_on_the_gpu(case, splits):
     arrays = jax.jit(case.make)(jax.random.key(1))
-    run = functools.partial(mla_mosaic, schedule=schedule, platform=current_platform(), **case.static)
+    run = functools.partial(mla_mosaic, schedule=Schedule(splits=splits), platform=current_platform(), **case.static)
     assert case.check(arrays, jax.jit(run)(*arrays)) <= case.tolerance
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_lengths_on_the_gpu(schedule):
+@SPLITS
+def test_lengths_on_the_gpu(splits):
     """Poisoned caches, every kind of tail, and a block of two tiles."""
     arrays = make((0, 1, 63, 64, 65, 128, 449, 1000), 67, 1000)
     q, cache, lengths, new, mask = map(jnp.asarray, arrays)
-    call = functools.partial(mla_mosaic, rank=RANK, scale=SCALE, schedule=schedule, platform=current_platform())
+    call = functools.partial(
+        mla_mosaic, rank=RANK, scale=SCALE, schedule=Schedule(splits=splits), platform=current_platform()
+    )
     out = jax.jit(call)(q, cache, jnp.int32(LAYER), lengths, new, mask)
     assert_close(np.asarray(out, np.float64), exact(*arrays))

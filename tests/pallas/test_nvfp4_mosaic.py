@@ -193,11 +193,10 @@ def test_chosen_schedules_divide_and_fit(rows, terms, tiles, parts, blocks, step
         assert f"{rows} rows: two steps of them do not fit into shared memory" in str(error)
         assert units.shared_bytes(Schedule(1), 2, out_dtype) > 225_000
         return
-    assert blocks % schedule.across == 0 and steps % schedule.depth == 0 and 1 <= schedule.workers <= 4
+    assert blocks % schedule.across == 0 and steps % schedule.depth == 0 and 1 <= schedule.workers <= 3
     slots = units.slots(schedule, out_dtype)
     assert 2 <= slots <= schedule.slots
     assert units.shared_bytes(schedule, slots, out_dtype) <= H200.shared_memory - 1024
-    assert schedule.under_way in (1, 3)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -282,7 +281,7 @@ def test_products_on_the_gpu(wide, dtype, rows, schedule):
     weight, plain = wide
     x, exact = rounded(np.random.default_rng().standard_normal((rows, weight.k)), dtype)
     want = product(exact, plain)
-    for slots, under_way in ((6, 1), (2, 3)):
+    for slots, under_way in ((6, 3), (2, 1)):
         chosen = Schedule(*schedule, slots, under_way) if schedule else None
         if chosen is not None and not fits(rows, dtype, 600, 4, chosen):
             pytest.skip(f"two steps of {rows} rows do not fit")

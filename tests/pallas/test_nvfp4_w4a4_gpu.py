@@ -29,7 +29,7 @@ def test_quantiser_gives_what_the_cpu_gives():
     on_gpu = [np.asarray(part) for part in jax.jit(quantise_activations)(x, input_scale)]
     with jax.default_device(jax.devices("cpu")[0]):
         on_cpu = [np.asarray(part) for part in jax.jit(quantise_activations)(x, input_scale)]
-    scales = [part[1].view(np.uint8) for part in (on_gpu, on_cpu)]
+    scales = [part[1].view(np.uint8) & 127 for part in (on_gpu, on_cpu)]  # the sign of a NaN is of no account
     same = scales[0] == scales[1]
     assert same.mean() > 0.999  # the quotient's last bit may differ, and decides where it meets a tie
     assert (np.abs(scales[0].astype(int) - scales[1]) <= 1).all()

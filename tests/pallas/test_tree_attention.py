@@ -262,7 +262,7 @@ def test_chosen_tiles(generation, dtype: str):
         ("gqa_attention", (*gqa, jnp.asarray(tree)), {"scale": 0.3}),
     ):
         run = functools.partial(OPS[op], *given, platform=platform, **statics)
-        assert OPS[op].names(platform)[0] == "triton"
+        assert "triton" in OPS[op].names(platform)
         exact = np.asarray(run(implementation="reference"), np.float64)
         assert error(run(implementation="triton"), exact) <= TOLERANCE[dtype]
 

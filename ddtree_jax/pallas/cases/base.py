@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ddtree_jax.pallas.backend import Platform
+
 WHOLE = -1  # in `Case.carries`, the result as a whole
 
 
@@ -49,6 +51,7 @@ class Case:
         changes a cache in place: the benchmark feeds it into the next call, where a second use of the argument would
         cost a copy of it.
       code: key of `compile_targets.TARGETS` -> strings that a program of this case holds, beside `registry.Expected`.
+      generations: of GPUs that this case is measured on, where its arrays are laid out for some alone; None: of all.
       compile_slow: left out of the compile check unless every case is asked for: another case of the operation has
         nearly its code.
     """
@@ -66,7 +69,11 @@ class Case:
     rotate: tuple[int, ...] = ()
     carries: Mapping[int, int] = dataclasses.field(default_factory=dict)
     code: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    generations: tuple[str, ...] | None = None
     compile_slow: bool = False
+
+    def is_for(self, platform: Platform) -> bool:
+        return self.generations is None or platform.generation in self.generations
 
 
 def rarely_compiled(cases: Iterable[Case]) -> tuple[Case, ...]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.pallas.arg_specs import GLM5_LINEARS, Linear
+from ddtree_jax.pallas.backend import BLACKWELL, BLACKWELL_RTX, HOPPER
 from ddtree_jax.pallas.cases.base import Baseline, Case, rarely_compiled
 from ddtree_jax.pallas.cases.registry import Expected
 from ddtree_jax.pallas.nvfp4_grid import BYTES, FRAGMENTS, GROUPS, ROWS, SHIFTED, STEP, GridWeight, decode_grid
@@ -20,6 +21,7 @@ SWEPT_ROWS = (16, 64, 1, 2, 9, 32, 128, 256)
 CHECKED_COLUMNS = 2 * ROWS
 # What a case's name says of how its weights are laid out: the first for wgmma, as a Hopper GPU is served.
 LABELS = {FRAGMENTS: "", SHIFTED: ", shifted codes", BYTES: ", converted by hardware"}
+GENERATIONS = {FRAGMENTS: (HOPPER,), BYTES: (BLACKWELL, BLACKWELL_RTX)}
 HARDWARE_CODE = dict.fromkeys(("b200", "rtx_pro_6000"), ("cvt.rn.f16x2.e2m1x2",))
 
 
@@ -104,6 +106,7 @@ def _case(name: str, rows: int, dtype: Any = jnp.bfloat16, arrangement: str = FR
         baselines={"bfloat16 weights": bfloat16} if dtype == jnp.bfloat16 else {},
         rotate=(1,),
         code=HARDWARE_CODE if arrangement == BYTES else {},
+        generations=GENERATIONS.get(arrangement),
     )
 
 
@@ -114,7 +117,7 @@ def _cases() -> tuple[Case, ...]:
     out += [_case(name, 17) for name in GLM5_LINEARS if name not in SWEPT]
     out += rarely_compiled(_case(name, rows) for name in SWEPT for rows in seldom)
     out.append(_case("shared_gate_up", 17, jnp.float32))
-    for arrangement in (SHIFTED, BYTES):
+    for arrangement in (BYTES, SHIFTED):
         out += [_case(SWEPT[0], rows, arrangement=arrangement) for rows in SWEPT_ROWS]
         out += [_case(name, 16, arrangement=arrangement) for name in SWEPT[1:]]
         out.append(_case("shared_gate_up", 17, jnp.float32, arrangement))
