@@ -138,7 +138,8 @@ def moe_triton(
         layer = jnp.int32(0)
     if isinstance(gate_up, PlainExperts):
         return moe_plain.run_plain(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
-    require_arrangement(platform, gate_up.arrangement)
+    for weight in (gate_up, down):
+        require_arrangement(platform, weight.arrangement)
     if tiles is None:
         tiles = choose_tiles(platform)
     return _run(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
@@ -159,7 +160,8 @@ def moe_mosaic(
     _check(x, expert_ids, weights, gate_up, down, layer)
     if isinstance(gate_up, PlainExperts):
         raise NotImplementedError("plain experts: packed ones only")
-    nvfp4_mosaic.require(x, gate_up, platform)
+    for weight in (gate_up, down):
+        nvfp4_mosaic.require(weight, platform)
     if not 0 < x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"{x.shape[0]} rows; the kernels are made for 1 to {MAX_ROWS}")
     if layer is None:

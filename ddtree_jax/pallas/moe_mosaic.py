@@ -10,16 +10,18 @@ import jax.numpy as jnp
 from ddtree_jax.pallas import nvfp4_mosaic
 from ddtree_jax.pallas.backend import Platform
 from ddtree_jax.pallas.moe_tiles import combine, make_tiles
-from ddtree_jax.pallas.nvfp4_grid import GridWeight
+from ddtree_jax.pallas.nvfp4_grid import GridWeight, num_parts
 from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule
 
 # Slots of a tile: the fewest of these that hold 1.75 times what an expert gets on average, so that few are read twice.
 _TILE_ROWS = (8, 16, 32, 64)
 
 
-def tile_rows(pairs: int, num_experts: int) -> int:
+def tile_rows(pairs: int, num_experts: int, dtype: Any) -> int:
     """Slots of a tile for so many pairs of row and expert under even routing."""
-    return next((rows for rows in _TILE_ROWS if 4 * rows * num_experts >= 7 * pairs), _TILE_ROWS[-1])
+    # Two steps of 64 float32 rows, three bfloat16 terms each, do not fit into shared memory.
+    choices = _TILE_ROWS[:-1] if num_parts(dtype) > 1 else _TILE_ROWS
+    return next((rows for rows in choices if 4 * rows * num_experts >= 7 * pairs), choices[-1])
 
 
 def run_mosaic(
@@ -32,7 +34,9 @@ def run_mosaic(
     rows: slots of a tile, a multiple of 8; schedules: of both products; None: chosen.
     """
     num_experts = gate_up.words.shape[1]
-    groups = make_tiles(expert_ids, num_experts, tile_rows(expert_ids.size, num_experts) if rows is None else rows)
+    if rows is None:
+        rows = tile_rows(expert_ids.size, num_experts, x.dtype)
+    groups = make_tiles(expert_ids, num_experts, rows)
     used = jnp.sum(groups.experts < num_experts, dtype=jnp.int32).reshape(1)
     # Empty slots take row 0: what becomes of it is not used.
     given = jnp.take(x, jnp.maximum(groups.rows, 0), axis=0)

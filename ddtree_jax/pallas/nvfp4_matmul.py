@@ -77,7 +77,7 @@ def nvfp4_matmul_reference(
       [M, P, width].
     """
     del platform
-    arrays = _checked(x, weight, layer)
+    arrays = check_arguments(x, weight, layer)
     if layer is not None:
         arrays = [jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in arrays]
     words, scales, factors = arrays
@@ -100,7 +100,7 @@ def nvfp4_matmul_triton(
     """The Pallas-Triton kernel. Arguments as for the reference; `tiles` overrides the table."""
     require_kernels(platform)
     require_arrangement(platform, weight.arrangement)
-    arrays = _checked(x, weight, layer)
+    arrays = check_arguments(x, weight, layer)
     rows = x.shape[0]
     if rows > MAX_ROWS:
         raise NotImplementedError(f"{rows} rows; the kernel is made for up to {MAX_ROWS}")
@@ -190,7 +190,8 @@ def _kernel(layer_ref, x_ref, words_ref, scales_ref, factors_ref, out_ref, *, ti
     store(out_ref.at[split, at_rows, pl.ds(block * ROWS, columns)], total, mask=mask)
 
 
-def _checked(x: jax.Array, weight: GridWeight, layer: jax.Array | None) -> list[jax.Array]:
+def check_arguments(x: jax.Array, weight: GridWeight, layer: jax.Array | None) -> list[jax.Array]:
+    """The weight's arrays; ValueError for arguments that no implementation takes."""
     if x.ndim != 2 or x.shape[1] != weight.k:
         raise ValueError(f"x: got shape {x.shape}; it must be [M, {weight.k}]")
     if x.dtype not in (jnp.bfloat16, jnp.float32):

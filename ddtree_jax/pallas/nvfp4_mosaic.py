@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
 from ddtree_jax.pallas.nvfp4_grid import FRAGMENTS, STEP, GridWeight, num_parts, split_float32
+from ddtree_jax.pallas.nvfp4_matmul import check_arguments
 from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule, Units, kernel
 
 TILE_ROWS = 8  # activation rows come in multiples of it
@@ -31,7 +32,7 @@ MAX_ROWS = 128
 _WORKERS = {1: 1.35, 2: 1.12, 3: 1.0}
 
 
-def require(x: Any, weight: GridWeight, platform: Platform) -> None:
+def require(weight: GridWeight, platform: Platform) -> None:
     """NotImplementedError for what the kernel does not serve."""
     if platform.generation != HOPPER:
         raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
@@ -75,16 +76,16 @@ def nvfp4_matmul_mosaic(
     `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
     interpreted.
     """
-    require(x, weight, platform)
+    check_arguments(x, weight, layer)
+    require(weight, platform)
     rows = x.shape[0]
     if not 0 < rows <= MAX_ROWS:
         raise NotImplementedError(f"{rows} rows; the kernel is made for 1 to {MAX_ROWS}")
     if layer is None:
         weight, layer = jax.tree.map(lambda a: a[None], weight), jnp.int32(0)
-    padded = pl.cdiv(rows, TILE_ROWS) * TILE_ROWS
     out = product(
-        jnp.pad(x, ((0, padded - rows), (0, 0))), weight, layer.reshape(1), swiglu=False, out_dtype=out_dtype,
-        platform=platform, schedule=schedule, interpret=interpret,
+        x, weight, layer.reshape(1), swiglu=False, out_dtype=out_dtype, platform=platform, schedule=schedule,
+        interpret=interpret,
     )  # fmt: skip
     return out[:rows].reshape(rows, weight.parts, -1)[:, :, : weight.width]
 
@@ -96,7 +97,7 @@ def product(
     """Each tile of rows times the weight of its expert.
 
     Args:
-      x: bfloat16 or float32 [tiles * rows, K], rows a multiple of 8.
+      x: bfloat16 or float32 [tiles * rows, K], rows a multiple of 8, or of a linear layer any number.
       weight: a stack [R] of linear layers, or [R, E] of experts, in fragments.
       layer: int32[1].
       experts: int32[tiles]; None: one tile, of a linear layer.
@@ -105,12 +106,17 @@ def product(
       schedule, interpret: as for `nvfp4_matmul_mosaic`.
 
     Returns:
-      [tiles * rows, columns] of `out_dtype`; the columns of each part are padded to whole grid blocks.
+      [tiles * rows, columns] of `out_dtype`; rows and the columns of each part are padded to whole tiles and blocks.
+
+    Raises:
+      NotImplementedError: as `choose_schedule`.
     """
     tiles = 1 if experts is None else experts.shape[0]
     parts = 2 if swiglu else 1
+    rows = pl.cdiv(x.shape[0] // tiles, TILE_ROWS) * TILE_ROWS
+    assert experts is None or x.shape[0] == tiles * rows, (x.shape, tiles)  # padding is at the end alone
     units = Units(
-        rows=x.shape[0] // tiles, terms=num_parts(x.dtype), tiles=tiles,
+        rows=rows, terms=num_parts(x.dtype), tiles=tiles,
         experts=1 if experts is None else weight.words.shape[1], parts=parts, blocks=weight.num_blocks // parts,
         steps=weight.num_steps, routed=experts is not None,
     )  # fmt: skip
@@ -120,7 +126,7 @@ def product(
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         interpret = plgpu.InterpretGPUParams()
-    x = jnp.pad(x, ((0, 0), (0, weight.num_steps * STEP - x.shape[1])))
+    x = jnp.pad(x, ((0, tiles * rows - x.shape[0]), (0, weight.num_steps * STEP - x.shape[1])))
     terms = jnp.stack(split_float32(x)) if units.terms > 1 else x[None]
     run = kernel(units, schedule, out_dtype, platform, interpret if platform.interpret else None)
     grid_tiles = weight.words.size // (8 * 256)

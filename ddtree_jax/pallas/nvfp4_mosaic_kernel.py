@@ -98,7 +98,7 @@ def kernel(
     slots = units.slots(schedule, out_dtype)
     assert slots and u.blocks % across == 0 and u.steps % depth == 0, (units, schedule)
     rounds, groups = u.steps // depth, u.blocks // across
-    cores = min(platform.cores, u.tiles * groups)
+    cores = min(max(platform.cores, 1), u.tiles * groups)
     unpack = unpacker(plgpu)
 
     def body(*refs, shared):

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas import moe as module
 from ddtree_jax.pallas import moe_plain
 from ddtree_jax.pallas.api import OPS
-from ddtree_jax.pallas.backend import H200, HOST, INTERPRETED, RTX_PRO_6000
+from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000
 from ddtree_jax.pallas.moe_plain import PlainExperts
-from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight
+from ddtree_jax.pallas.nvfp4_grid import BYTES, FRAGMENTS, SHIFTED, GridWeight
 from tests.pallas.nvfp4_weights import TOLERANCE, random_grid, relative, rounded
 
 OP = OPS["moe"]
@@ -22,15 +23,31 @@ OP = OPS["moe"]
 E, D, WIDTH, TOP_K = 5, 272, 80, 2
 FP8 = jnp.float8_e4m3fn
 KINDS = ("nvfp4", "bfloat16", "float32", "float8")
-NAMES = pytest.mark.parametrize("implementation", OP.implementations)
+# Several tiles a core, for the persistent kernel.
+FEW_CORES = dataclasses.replace(INTERPRETED, cores=2)
+
+
+def pairs(*kinds, slow=()):
+    """Every implementation of every kind; `slow`: (kind, implementation) pairs. Mosaic has packed experts alone."""
+    found = [(kind, name) for kind in kinds for name in OP.implementations if name != "mosaic" or kind == "nvfp4"]
+    slow = {pair: [pytest.mark.slow] for pair in slow}
+    cells = [pytest.param(*pair, marks=slow.get(pair, ()), id="-".join(pair)) for pair in found]
+    return pytest.mark.parametrize(("kind", "implementation"), cells)
 
 
 reference = jax.jit(functools.partial(OP, implementation="reference"), static_argnames="platform")
 
 
-def run(*args, implementation, platform=INTERPRETED, **kwargs):
-    call = reference if implementation == "reference" else functools.partial(OP, implementation=implementation)
-    return call(*args, platform=platform, **kwargs)
+def run(*args, implementation, platform=FEW_CORES, **how):
+    if implementation == "reference":
+        return reference(*args, platform=platform)
+    call = functools.partial(OP, implementation=implementation, platform=platform, **how)
+    # Triton's own program is compiled once for all calls of a shape.
+    return jax.jit(call)(*args) if implementation == "mosaic" else call(*args)
+
+
+def layout(implementation):
+    return FRAGMENTS if implementation == "mosaic" else SHIFTED
 
 
 def random_experts(rng, kind, lead, k, parts, width, arrangement=SHIFTED):
@@ -90,6 +107,8 @@ def cells():
     """Every row count for every kind of weight and rows; of the kernels, a few are fast."""
     for kind in KINDS:
         for implementation in OP.implementations:
+            if implementation == "mosaic" and kind != "nvfp4":
+                continue
             for dtype in TOLERANCE:
                 for rows in (1, 2, 3, 16, 17, 33, 65):
                     quick = rows == 17 if dtype == jnp.bfloat16 else rows == 3
@@ -103,7 +122,8 @@ def cells():
 @pytest.mark.parametrize(("kind", "implementation", "dtype", "rows"), list(cells()))
 def test_against_float64(kind, implementation, dtype, rows):
     rng = np.random.default_rng()
-    Mixture(rng, kind).check(rng, dtype, random_ids(rng, rows), implementation)
+    mixture = Mixture(rng, kind, arrangement=layout(implementation))
+    mixture.check(rng, dtype, random_ids(rng, rows), implementation)
 
 
 ROUTINGS = {
@@ -117,11 +137,13 @@ ROUTINGS = {
 }
 
 
-@NAMES
-@pytest.mark.parametrize("kind", ["nvfp4", "float8"])
+MOSAIC = ("nvfp4", "mosaic")
+
+
+@pairs("nvfp4", "float8", slow=[MOSAIC])
 def test_routings(kind, implementation):
     rng = np.random.default_rng()
-    mixture = Mixture(rng, kind)
+    mixture = Mixture(rng, kind, arrangement=layout(implementation))
     for name, ids in ROUTINGS.items():
         assert ids.shape == (17, TOP_K), name
         if name == "nobody":
@@ -133,12 +155,19 @@ def test_routings(kind, implementation):
             mixture.check(rng, jnp.bfloat16, ids, implementation)
 
 
-@NAMES
-@pytest.mark.parametrize("kind", ["nvfp4", "float8"])
+def test_mosaic_finds_no_race():
+    """An expert with two tiles, a row that takes an expert twice, experts of nobody, and tiles of nobody."""
+    rng = np.random.default_rng()
+    ids = np.array([[3, 3]] * 5 + [[3, 0]] * 3 + [[-1, 9]])
+    races = plgpu.InterpretGPUParams(detect_races=True)
+    Mixture(rng, "nvfp4", arrangement=FRAGMENTS).check(rng, jnp.bfloat16, ids, "mosaic", rows=8, interpret=races)
+
+
+@pairs("nvfp4", "float8")
 def test_nan_of_a_padding_row_spreads_nowhere(kind, implementation):
     """Row 0 too, which the empty slots of tiles stand for; and a row that is served keeps its NaN to itself."""
     rng = np.random.default_rng()
-    mixture = Mixture(rng, kind)
+    mixture = Mixture(rng, kind, arrangement=layout(implementation))
     x, exact = rounded(rng.standard_normal((17, D)), jnp.bfloat16)
     ids = random_ids(rng, 17)
     ids[[0, 5]] = -1
@@ -151,11 +180,10 @@ def test_nan_of_a_padding_row_spreads_nowhere(kind, implementation):
     assert relative(got, want) <= 1e-2
 
 
-@NAMES
-@pytest.mark.parametrize("kind", ["nvfp4", "float8"])
+@pairs("nvfp4", "float8", slow=[MOSAIC])
 def test_nan_of_an_expert_reaches_only_those_that_chose_it(kind, implementation):
     rng = np.random.default_rng()
-    mixture = Mixture(rng, kind)
+    mixture = Mixture(rng, kind, arrangement=layout(implementation))
     field = "factors" if kind == "nvfp4" else "scales"
     bad = getattr(mixture.gate_up, field).at[2].set(jnp.nan)
     mixture.gate_up = dataclasses.replace(mixture.gate_up, **{field: bad})
@@ -166,20 +194,21 @@ def test_nan_of_an_expert_reaches_only_those_that_chose_it(kind, implementation)
     assert np.isfinite(got[(ids != 2).all(axis=1)]).all()
 
 
-@NAMES
-@pytest.mark.parametrize("kind", [pytest.param("nvfp4", marks=pytest.mark.slow), "bfloat16"])
+@pairs("nvfp4", "bfloat16", slow=[("nvfp4", name) for name in OP.implementations])
 def test_one_of_a_stack(kind, implementation):
     rng = np.random.default_rng()
-    mixture = Mixture(rng, kind, lead=(3,))
+    mixture = Mixture(rng, kind, lead=(3,), arrangement=layout(implementation))
     for layer in (2, 0):
         mixture.check(rng, jnp.bfloat16, random_ids(rng, 3), implementation, layer=layer)
 
 
 @pytest.mark.slow
-@NAMES
-def test_the_other_arrangement(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "arrangement"), [("triton", BYTES), ("reference", BYTES), ("reference", FRAGMENTS)]
+)
+def test_other_arrangements(implementation, arrangement):
     rng = np.random.default_rng()
-    Mixture(rng, "nvfp4", arrangement=BYTES).check(rng, jnp.bfloat16, random_ids(rng, 5), implementation)
+    Mixture(rng, "nvfp4", arrangement=arrangement).check(rng, jnp.bfloat16, random_ids(rng, 5), implementation)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +290,35 @@ def test_a_named_implementation_never_falls_back(kind):
     with pytest.raises(NotImplementedError, match="needs a GPU of compute capability 9.0, 10.0 or 12.0; this is a CPU"):
         call(2, implementation="triton", platform=HOST)
     assert call(2, platform=HOST).shape == (2, D)
-    with pytest.raises(ValueError, match="implementation: got 'ragged' for moe; allowed: triton, reference"):
+    with pytest.raises(ValueError, match="implementation: got 'ragged' for moe; allowed: triton, mosaic, reference"):
         call(2, implementation="ragged", platform=HOST)
+
+
+def test_what_mosaic_refuses():
+    packed, other, plain = (
+        Mixture(np.random.default_rng(0), kind, arrangement=arrangement)
+        for kind, arrangement in (("nvfp4", FRAGMENTS), ("nvfp4", SHIFTED), ("bfloat16", None))
+    )
+
+    def ask(rows=2, gate_up=packed.gate_up, down=packed.down, **kwargs):
+        # Not traced: what it refuses, it refuses before it looks at a value.
+        spec = jax.ShapeDtypeStruct
+        rows = spec((rows, D), jnp.bfloat16), spec((rows, TOP_K), jnp.int32), spec((rows, TOP_K), jnp.float32)
+        OP(*rows, gate_up, down, **{"platform": H200, "implementation": "mosaic"} | kwargs)
+
+    for platform in (B200, RTX_PRO_6000, HOST):
+        with pytest.raises(NotImplementedError, match="needs wgmma"):
+            ask(platform=platform)
+    with pytest.raises(NotImplementedError, match="plain experts: packed ones only"):
+        ask(gate_up=plain.gate_up, down=plain.down)
+    for weights in ({"gate_up": other.gate_up}, {"down": other.down}):
+        with pytest.raises(NotImplementedError, match="laid out as 'shifted': 'fragments' only"):
+            ask(**weights)
+        with pytest.raises(NotImplementedError, match="laid out as fragments"):
+            ask(**weights, implementation="triton")
+    for rows in (0, module.MAX_ROWS + 1):
+        with pytest.raises(NotImplementedError, match=f"{rows} rows; the kernels are made for 1 to {module.MAX_ROWS}"):
+            ask(rows)
 
 
 def spec_weights(kind, layers):
@@ -304,9 +360,12 @@ def test_bytes_whose_offsets_would_overflow_are_refused(kind, layers, served):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: jnp.dtype(dtype).name)
-@pytest.mark.parametrize("kind", KINDS)
-def test_shapes_that_fill_no_tile_on_the_gpu(kind, dtype):
+@pairs(*KINDS)
+def test_shapes_that_fill_no_tile_on_the_gpu(kind, implementation, dtype):
     rng = np.random.default_rng()
-    mixture = Mixture(rng, kind)
+    mixture = Mixture(rng, kind, arrangement=layout(implementation))
     for rows in (1, 3, 17, 65):
-        mixture.check(rng, dtype, random_ids(rng, rows), "triton", platform=None)
+        mixture.check(rng, dtype, random_ids(rng, rows), implementation, platform=None)
+    for ids in ROUTINGS.values():
+        if (ids >= 0).any():
+            mixture.check(rng, dtype, ids, implementation, platform=None)

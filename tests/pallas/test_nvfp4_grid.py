@@ -10,6 +10,7 @@ import pytest
 
 from ddtree_jax.pallas.nvfp4_grid import (
     BYTES,
+    FRAGMENTS,
     GROUPS,
     ROWS,
     SHIFTED,
@@ -22,7 +23,7 @@ from ddtree_jax.pallas.nvfp4_grid import (
 )
 from tests.pallas.nvfp4_weights import E2M1, E4M3, pack, values
 
-ARRANGEMENTS = pytest.mark.parametrize("arrangement", [SHIFTED, BYTES])
+ARRANGEMENTS = pytest.mark.parametrize("arrangement", [SHIFTED, BYTES, FRAGMENTS])
 # 17 groups, so that the last step of 16 is padded; 70 columns, so that the last block of 64 is.
 K, PARTS, WIDTH = 272, 2, 70
 
@@ -81,7 +82,7 @@ def test_padding_is_zero(arrangement):
     assert not plain[K:].any() and not plain[:, :, WIDTH:].any() and plain[:K, :, :WIDTH].any()
 
 
-@ARRANGEMENTS
+@pytest.mark.parametrize("arrangement", [SHIFTED, BYTES])
 def test_where_codes_lie_in_the_words(arrangement):
     """Code i of an even and an odd group: as documented, so that a kernel's bit arithmetic may be checked by hand."""
     for i, (even, odd) in itertools.product(range(16), [(11, 0), (0, 6), (13, 2)]):
@@ -101,6 +102,41 @@ def test_where_codes_lie_in_the_words(arrangement):
             if position == 3:
                 a = low >> 3 & 0x0180 | low >> 7 & 0x0040 | low << 1 & 0x8000
             assert a == want
+
+
+def test_where_fragments_lie():
+    """Words and scales are those that a thread of a warpgroup needs of wgmma's left operand, in the order of threads.
+
+    PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16", matrix A: register 2 q + h of thread 32 w + 4 g + c
+    holds row 16 w + g + 8 h at inputs 8 q + 2 c and, in its upper half, 8 q + 2 c + 1.
+    """
+    rng = np.random.default_rng()
+    codes = rng.integers(0, 16, (K, PARTS, WIDTH), dtype=np.uint8)
+    scales = rng.integers(8, 127, (K // 16, PARTS, WIDTH), dtype=np.uint8)  # normal ones, positive
+    grid = make_grid(pack(codes), scales.view(E4M3), np.float32(1), arrangement=FRAGMENTS)
+    # What a kernel reads, of every tile: 4 words of each thread for each 64 inputs, 8 scales of each four threads.
+    words = np.asarray(grid.words).view(np.uint32).reshape(PARTS, 2, 2, 4, 128, 4)
+    scale_bytes = np.asarray(grid.scales).reshape(PARTS, 2, 2, 4, 32, 8)
+    seen = np.zeros(words.shape, np.uint32)  # of each word, how many codes lie in it
+    for k, part in itertools.product(range(K), range(PARTS)):
+        column = np.arange(WIDTH)
+        block, row = column // 64, column % 64
+        step, chunk, group, q, c, upper = k // 256, k % 256 // 64, k % 64 // 16, k % 16 // 8, k % 8 // 2, k % 2
+        warp, h, g = row // 16, row % 16 // 8, row % 8
+        at = part, block, step, chunk, 32 * warp + 4 * g + c, group
+        np.add.at(seen, at, 1)
+        half = words[at] >> 16 * upper & 0xFFFF
+        # The place of a register's codes in its word: a shift to the top of bfloat16 and a mask, or what is left over.
+        shifted = [half, half << 3, half << 6, None]
+        rest = half >> 3 & 0x0180 | half >> 7 & 0x0040 | half << 1 & 0x8000
+        taken = [rest if one is None else one & 0x81C0 for one in shifted]
+        found = np.where(h == 0, taken[2 * q], taken[2 * q + 1])
+        code = codes[k, part].astype(np.uint32)
+        np.testing.assert_array_equal(found, (code >> 3) << 15 | (code & 7) << 6)
+        # Five bits of exponent, whose bias is 10 where e4m3 has 7.
+        stored = scale_bytes[part, block, step, chunk, 8 * warp + g, 4 * h + group]
+        np.testing.assert_array_equal(stored, scales[k // 16, part] + 3 * 8)
+    assert set(np.unique(seen)) == {0, 4, 8} and not words[seen == 0].any()
 
 
 def random_float32(rng, shape):

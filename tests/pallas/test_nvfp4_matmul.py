@@ -1,4 +1,4 @@
-"""NVFP4 products of every implementation against float64, and what they refuse."""
+"""NVFP4 products against float64, of the reference and Triton (test_nvfp4_mosaic has the rest); what they refuse."""
 
 import dataclasses
 import functools
@@ -11,10 +11,11 @@ import pytest
 from ddtree_jax.pallas import nvfp4_matmul as module
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, Platform
-from ddtree_jax.pallas.nvfp4_grid import BYTES, SHIFTED, GridWeight
+from ddtree_jax.pallas.nvfp4_grid import BYTES, FRAGMENTS, SHIFTED, GridWeight
 from tests.pallas.nvfp4_weights import TOLERANCE, random_grid, relative, rounded
 
 OP = OPS["nvfp4_matmul"]
+NAMES = ("triton", "reference")
 K, PARTS, WIDTH = 272, 2, 70
 
 
@@ -37,7 +38,7 @@ def check(rng, rows, dtype, implementation, arrangement=SHIFTED, **kwargs):
 
 def cells():
     """Every row count for both dtypes; of the kernel, one of each tile choice is fast."""
-    for implementation in OP.implementations:
+    for implementation in NAMES:
         for dtype in TOLERANCE:
             for rows in (1, 2, 3, 16, 17, 33, 65):
                 quick = (1, 3, 17, 65) if dtype == jnp.bfloat16 else (17,)
@@ -51,9 +52,11 @@ def test_against_float64(implementation, dtype, rows):
     check(np.random.default_rng(), rows, dtype, implementation)
 
 
-@pytest.mark.parametrize("implementation", OP.implementations)
-def test_the_other_arrangement(implementation):
-    check(np.random.default_rng(), 3, jnp.bfloat16, implementation, BYTES)
+@pytest.mark.parametrize(
+    ("implementation", "arrangement"), [*((name, BYTES) for name in NAMES), ("reference", FRAGMENTS)]
+)
+def test_other_arrangements(implementation, arrangement):
+    check(np.random.default_rng(), 3, jnp.bfloat16, implementation, arrangement)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_other_tiles(tiles):
     check(np.random.default_rng(), 17, jnp.bfloat16, "triton", tiles=tiles)
 
 
-@pytest.mark.parametrize("implementation", OP.implementations)
+@pytest.mark.parametrize("implementation", NAMES)
 def test_one_of_a_stack(implementation):
     """Each layer's own weights; one program serves all of them."""
     rng = np.random.default_rng()
@@ -80,7 +83,7 @@ def test_one_of_a_stack(implementation):
         assert relative(got, np.einsum("mk,kpn->mpn", exact, plain[layer])) <= 1e-2
 
 
-@pytest.mark.parametrize("implementation", OP.implementations)
+@pytest.mark.parametrize("implementation", NAMES)
 def test_a_sum_is_rounded_once_to_the_dtype_asked_for(implementation):
     rng = np.random.default_rng()
     weight, _ = random_grid(rng, (), K, PARTS, WIDTH)
@@ -91,7 +94,7 @@ def test_a_sum_is_rounded_once_to_the_dtype_asked_for(implementation):
     np.testing.assert_array_equal(got.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("implementation", OP.implementations)
+@pytest.mark.parametrize("implementation", NAMES)
 def test_nan_of_a_row_stays_in_it(implementation):
     rng = np.random.default_rng()
     weight, plain = random_grid(rng, (), K, PARTS, WIDTH)
@@ -128,7 +131,9 @@ def test_wrong_arguments_are_named():
         ):
             with pytest.raises(ValueError, match=message):
                 OP(*args, implementation=implementation, platform=INTERPRETED, out_dtype=jnp.float32)
-    with pytest.raises(ValueError, match="implementation: got 'other' for nvfp4_matmul; allowed: triton, reference"):
+    with pytest.raises(
+        ValueError, match="implementation: got 'other' for nvfp4_matmul; allowed: triton, mosaic, reference"
+    ):
         OP(x, weight, implementation="other", platform=INTERPRETED, out_dtype=jnp.float32)
 
 
@@ -145,6 +150,7 @@ def test_a_named_implementation_never_falls_back():
             call(few, weight, implementation="triton", platform=platform)
     assert OP.explain(few, weight, platform=HOST, out_dtype=jnp.bfloat16) == {
         "reference": None,
+        "mosaic": "needs wgmma (compute capability 9.0), got cpu",
         "triton": "needs a GPU of compute capability 9.0, 10.0 or 12.0; this is a CPU",
     }
 
