@@ -9,6 +9,7 @@ Compile everything before the first measurement: beside compilers at work, times
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import statistics
@@ -93,9 +94,10 @@ def make_inputs(case: Case, plan: Plan, key: jax.Array) -> Inputs:
     """Random arguments; those of call 0 are those of copy 0."""
     keys = jax.random.split(key, plan.calls)
     count = len(jax.eval_shape(case.make, keys[0]))
-    rotate, carried = set(case.rotate), set(case.carries.values())
-    shared, own = sorted(rotate), sorted(set(range(count)) - rotate)
-    some_shared, some_own = _maker(case, shared), _maker(case, own)
+    carried = set(case.carries.values())
+    shared, own = _shares(case, count)
+    maker = _maker if isinstance(key, jax.core.Tracer) else _compiled_maker
+    some_shared, some_own = maker(case.make, shared), maker(case.make, own)
     rotated = [some_shared(one) for one in keys[: plan.copies]]
     owned = [some_own(one) for one in keys]
     states = [{**rotated[state % plan.copies], **owned[state]} for state in _states(case, plan)]
@@ -125,6 +127,8 @@ class Loop:
     def __init__(self, run: Run, case: Case, plan: Plan):
         self.run, self.case, self.plan = run, case, plan
         specs = jax.eval_shape(lambda key: make_inputs(case, plan, key), jax.random.key(0))
+        for indices in _shares(case, len(jax.eval_shape(case.make, jax.random.key(0)))):
+            _compiled_maker(case.make, indices)  # now, as nothing must compile between measurements
         donated = (1,) if case.carries else ()
         program = jax.jit(loop_program(run, case, plan), donate_argnums=donated)
         rest = dataclasses.replace(specs, carried=())
@@ -298,14 +302,28 @@ def _states(case: Case, plan: Plan) -> range:
     return range(plan.copies if rotated else plan.calls)
 
 
-def _maker(case: Case, indices: Sequence[int]) -> Callable[[jax.Array], dict[int, Any]]:
+Maker = Callable[[jax.Array], dict[int, Any]]
+
+
+def _shares(case: Case, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices of the arguments that are rotated, and of the others."""
+    return tuple(sorted(case.rotate)), tuple(sorted(set(range(count)) - set(case.rotate)))
+
+
+def _maker(make: Callable[[jax.Array], tuple[Any, ...]], indices: tuple[int, ...]) -> Maker:
     """Key -> some of a case's arguments; the others are not worked out."""
 
     def some(key: jax.Array) -> dict[int, Any]:
-        made = case.make(key)
+        made = make(key)
         return {index: made[index] for index in indices}
 
     return jax.jit(some) if indices else lambda key: {}
+
+
+@functools.cache
+def _compiled_maker(make: Callable[[jax.Array], tuple[Any, ...]], indices: tuple[int, ...]) -> Maker:
+    some = _maker(make, indices)
+    return some.lower(jax.random.key(0)).compile() if indices else some
 
 
 def _smallest(tree: Any) -> Any:

@@ -209,7 +209,8 @@ def test_table_json_and_markdown_say_the_same(report, tmp_path):
     assert [row["implementation"] for row in document["rows"]] == [row.implementation for row in report.rows]
     markdown = table.read_text().splitlines()
     assert markdown[4].count("|") == markdown[5].count("|") == 9
-    assert len(markdown) == 6 + len(report.rows)
+    served = [row for row in report.rows if row.status != kernel_report.NOT_SERVED]
+    assert 0 < len(served) < len(report.rows) and len(markdown) == 6 + len(served)
 
 
 def test_infinity_is_no_json_and_a_bar_no_column(report, tmp_path):
@@ -240,3 +241,13 @@ def test_the_benchmark_measures(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "fast" in done.stdout and "wrote" in done.stdout
     assert json.loads((tmp_path / "k.json").read_text())["seed"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 5])
+def test_processes_share_the_cases(tmp_path, processes):
+    done = benchmark("--processes", str(processes), "--json", str(tmp_path / "k.json"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "k.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["4 rows"] * 4 + ["8 rows"] * 4 + ["a cache of 10"]
+    assert all(row["status"] in ("ok", "not served") for row in rows)
