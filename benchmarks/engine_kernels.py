@@ -4,9 +4,8 @@
 
 For each pair: greedy tokens of some prompts in float32 with both (they must be equal; status 1 if not), then the
 median time of one `ddtree` round in bfloat16 with both (plain JAX without XLA's autotuning), and the kernels that the
-compiled round calls. `slice` is a
-random GLM-5 of true layer shapes (3 dense and 4 MoE layers, NVFP4 experts) with a random DFlash drafter; one of its
-prompts is longer than `index_topk`, so that the selection of keys runs.
+compiled round calls. `slice` is a random GLM-5 of true layer shapes (3 dense and 4 MoE layers, NVFP4 experts) with a
+random DFlash drafter; one of its prompts is longer than `index_topk`, so that the selection of keys runs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 
 Prints kernel x shape x implementation: us (median of 5, and half their range), GB/s or TFLOP/s, the share of the limit
 (the larger of traffic / copy bandwidth and operations / bfloat16 rate), the relative error against float64. `--json
-FILE` writes all of it, and the table beside it as Markdown. Status 1: an error is above its tolerance, or a failure.
+FILE` writes all of it, and the table beside it as Markdown, anew after each case. Status 1: an error is above its
+tolerance, or a failure.
 
 Everything is compiled first. A time is a slope inside a device loop of 8 calls a trip, on copies that are together
 well over the L2 cache; what the loop itself takes, 10-20 us a trip, is in it. `--profile` adds the profiler's sums.
@@ -14,6 +15,7 @@ well over the L2 cache; what the loop itself takes, 10-20 us a trip, is in it. `
 import argparse
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import secrets
 import sys
@@ -61,14 +63,20 @@ def measure_in_turn(args: argparse.Namespace, share: int, barrier: Any, lock: An
         with alone:
             registry = load_registry(args.ops).select(args.op, args.case)
             own = tuple(case for case in registry.cases if case.is_for(current_platform()))[share :: args.processes]
-            found = run(args, dataclasses.replace(registry, cases=own), limits)
+            tell = lambda report: reports.put((share, False, report))  # noqa: E731
+            found = run(args, dataclasses.replace(registry, cases=own), limits, tell)
     except Exception as error:
         barrier.abort()
         found = f"{type(error).__name__}: {error}"
-    reports.put((share, found))
+    reports.put((share, True, found))
 
 
-def run(args: argparse.Namespace, registry: Registry, limits: Callable[[], measure.Limits]) -> KernelReport:
+def run(
+    args: argparse.Namespace,
+    registry: Registry,
+    limits: Callable[[], measure.Limits],
+    tell: Callable[[KernelReport], None],
+) -> KernelReport:
     return kernel_report.measure_kernels(
         registry,
         current_platform(),
@@ -79,6 +87,7 @@ def run(args: argparse.Namespace, registry: Registry, limits: Callable[[], measu
         threads=args.threads,
         limits=limits,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
+        found=tell,
     )
 
 
@@ -93,16 +102,28 @@ def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
     ]
     for worker in workers:
         worker.start()
-    found = dict(reports.get() for _ in workers)
+    place = {(case.op, case.name): index for index, case in enumerate(registry.cases)}
+    found: dict[int, KernelReport | str] = {}
+    running = args.processes
+    while running:
+        share, done, found[share] = reports.get()
+        running -= done
+        made = [report for _, report in sorted(found.items()) if isinstance(report, KernelReport)]
+        if made:
+            rows = sorted((row for report in made for row in report.rows), key=lambda row: place[row.op, row.case])
+            merged = dataclasses.replace(made[0], rows=tuple(rows))
+            write(args, merged)
     for worker in workers:
         worker.join()
     failed = [report for report in found.values() if isinstance(report, str)]
     if failed:
         raise SystemExit(f"kernels.py: error: {failed[0]}")
-    made = [report for _, report in sorted(found.items())]
-    place = {(case.op, case.name): index for index, case in enumerate(registry.cases)}
-    rows = sorted((row for report in made for row in report.rows), key=lambda row: place[row.op, row.case])
-    return dataclasses.replace(made[0], rows=tuple(rows))
+    return merged
+
+
+def write(args: argparse.Namespace, report: KernelReport) -> None:
+    if args.json:
+        report.write(args.json)
 
 
 def main() -> int:
@@ -120,7 +141,10 @@ def main() -> int:
             ]
             print(f"{case.op}: {case.name}: {', '.join(names)}")
         return 0
-    report = run_processes(args, registry) if args.processes > 1 else run(args, registry, measure.measure_limits)
+    if args.processes > 1:
+        report = run_processes(args, registry)
+    else:
+        report = run(args, registry, measure.measure_limits, functools.partial(write, args))
     print(report.text())
     if args.profile:
         for row in report.rows:

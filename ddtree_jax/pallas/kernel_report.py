@@ -149,6 +149,7 @@ def measure_kernels(
     threads: int | None = None,
     limits: Callable[[], measure.Limits] = measure.measure_limits,
     progress: Callable[[str], None] = lambda text: None,
+    found: Callable[[KernelReport], None] = lambda report: None,
     sample_s: float = 0.03,
 ) -> KernelReport:
     """Compiles everything in threads, and then checks and times one implementation after the other.
@@ -164,6 +165,7 @@ def measure_kernels(
       threads: that compile; None: one a core.
       limits: measures the device.
       progress: told what is done.
+      found: given the report so far after each case: what is killed then has not been for nothing.
       sample_s: seconds of a timed sample.
     """
     seed = secrets.randbits(31) if seed is None else seed
@@ -193,6 +195,16 @@ def measure_kernels(
                 row.status, row.detail = FAILED, f"{type(error).__name__}: {one_line(error)}"
     # From here on nothing compiles: it would spoil the times.
     device_limits = limits()
+    device = jax.devices()[0]
+    about = {"name": device.device_kind, "generation": platform.generation, "count": jax.device_count()}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+    def report() -> KernelReport:
+        ops = list(registry.ops)
+        known = (row for row in rows.values() if row.status != OK or row.us is not None or row.detail)
+        ordered = sorted(known, key=lambda row: ops.index(row.op))  # stable: the cases keep their order
+        return KernelReport(about, package_versions(), date, seed, device_limits, tuple(ordered))
+
     for index, case in enumerate(registry.cases):
         names = [name for at, name in loops if at == index]
         if not names:
@@ -201,7 +213,7 @@ def measure_kernels(
             for name in names:
                 rows[index, name].status, rows[index, name].detail = LEFT_OUT, "no time left"
             continue
-        progress(f"{case.op}, {case.name}")
+        progress(f"{time.perf_counter() - start:.0f} s  {case.op}, {case.name}")
         # Of the case's own number, so that a smaller selection has the same inputs.
         key = jax.random.fold_in(jax.random.key(seed), _stable_hash(f"{case.op} {case.name}"))
         exact, drawn = None, {}
@@ -219,12 +231,8 @@ def measure_kernels(
                     row.kernels = measure.kernel_times(runs[index, name], _first(own, inputs))
             except Exception as error:
                 row.status, row.detail = FAILED, f"{type(error).__name__}: {one_line(error)}"
-    device = jax.devices()[0]
-    about = {"name": device.device_kind, "generation": platform.generation, "count": jax.device_count()}
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    ops = list(registry.ops)
-    ordered = sorted(rows.values(), key=lambda row: ops.index(row.op))  # stable: the cases keep their order
-    return KernelReport(about, package_versions(), date, seed, device_limits, tuple(ordered))
+        found(report())
+    return report()
 
 
 def _measure_row(

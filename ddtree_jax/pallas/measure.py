@@ -33,6 +33,8 @@ _MAX_CALLS = 8
 _REPEATS = 5
 _SAMPLE_S = 0.03
 _MAX_TRIPS = 100_000
+# A trip from which on one more is a sample, and what all samples of it may take, about.
+_SLOW_S, _MOST_S = 0.1, 3.0
 _POISON = 0x5A
 
 Run = Callable[..., Any]
@@ -153,8 +155,10 @@ class Loop:
             return time.perf_counter() - start
 
         seconds(1)
-        more = 4
-        while more < _MAX_TRIPS and seconds(1 + more) - seconds(1) < sample_s / 2:
+        one, more = seconds(1), 4
+        if one > _SLOW_S:  # a plain reference may take a second a trip
+            more, repeats = 1, max(1, min(repeats, round(_MOST_S / one / 3)))
+        while one <= _SLOW_S and more < _MAX_TRIPS and seconds(1 + more) - seconds(1) < sample_s / 2:
             more *= 4
         samples = [(seconds(1 + more) - seconds(1)) / more / self.plan.calls for _ in range(repeats)]
         middle = statistics.median(samples)

@@ -179,7 +179,7 @@ def test_a_budget_leaves_out_the_rest_but_something_of_every_operation(monkeypat
 
     report = measured(TOYS, budget_s=10.0, progress=told)
     # 4 s compile, 4 s each case: the third starts after the budget.
-    assert progress[1:] == ["toy_product, 4 rows", "toy_row, a cache of 10"]
+    assert progress[1:] == ["4 s  toy_product, 4 rows", "8 s  toy_row, a cache of 10"]
     left_out = [row for row in report.rows if row.status == "left out"]
     assert {row.case for row in left_out} == {"8 rows"} and {row.detail for row in left_out} == {"no time left"}
     assert report.healthy

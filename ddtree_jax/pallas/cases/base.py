@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -74,6 +75,28 @@ class Case:
 
     def is_for(self, platform: Platform) -> bool:
         return self.generations is None or platform.generation in self.generations
+
+
+class SomeParts:
+    """A `Case.check` of some parts of a result; a whole one in float64 may take minutes.
+
+    exact: (*arrays) -> pairs of an index into the result and what it must have there, float64. It is asked once for the
+      same arrays, whatever the number of implementations.
+    """
+
+    def __init__(self, exact: Callable[..., list[tuple[Any, np.ndarray]]]):
+        self.exact = exact
+        self.first: Callable[[], Any] = lambda: None  # of the arrays, weakly: they may be gigabytes
+        self.parts: list[tuple[Any, np.ndarray]] = []
+
+    def __call__(self, arrays: tuple[Any, ...], result: Any) -> float:
+        if self.first() is not arrays[0]:
+            self.parts, self.first = self.exact(*arrays), weakref.ref(arrays[0])
+        found = np.asarray(result).astype(np.float64)
+        if not np.all(np.isfinite(found)):
+            return float("inf")
+        wrong = sum(np.sum(np.square(found[index] - part)) for index, part in self.parts)
+        return float(np.sqrt(wrong / sum(np.sum(np.square(part)) for _, part in self.parts)))
 
 
 def rarely_compiled(cases: Iterable[Case]) -> tuple[Case, ...]:
