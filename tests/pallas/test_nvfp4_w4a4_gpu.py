@@ -32,7 +32,9 @@ def test_quantiser_gives_what_the_cpu_gives():
     scales = [part[1].view(np.uint8) & 127 for part in (on_gpu, on_cpu)]  # the sign of a NaN is of no account
     same = scales[0] == scales[1]
     assert same.mean() > 0.999  # the quotient's last bit may differ, and decides where it meets a tie
-    assert (np.abs(scales[0].astype(int) - scales[1]) <= 1).all()
+    far = np.abs(scales[0].astype(int) - scales[1]) > 1
+    peaks = np.abs(x.astype(np.float32)).reshape(64, 384, 16).max(axis=-1)
+    assert not far.any(), list(zip(peaks[far], scales[0][far], scales[1][far], strict=True))[:10]
     np.testing.assert_array_equal(on_gpu[0].reshape(64, 384, 8)[same], on_cpu[0].reshape(64, 384, 8)[same])
 
 
