@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import multiprocessing
+import queue
 import secrets
 import sys
 import threading
@@ -94,7 +95,7 @@ def run(
 def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
     """The cases dealt out to processes: to trace a kernel is Python's work, which threads do not share."""
     context = multiprocessing.get_context("spawn")
-    barrier, lock, reports = context.Barrier(args.processes), context.Lock(), context.SimpleQueue()
+    barrier, lock, reports = context.Barrier(args.processes), context.Lock(), context.Queue()
     args.seed = secrets.randbits(31) if args.seed is None else args.seed
     workers = [
         context.Process(target=measure_in_turn, args=(args, share, barrier, lock, reports))
@@ -103,19 +104,29 @@ def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
     for worker in workers:
         worker.start()
     place = {(case.op, case.name): index for index, case in enumerate(registry.cases)}
-    found: dict[int, KernelReport | str] = {}
+    found: dict[int, KernelReport] = {}
+    failed: list[str] = []
     running = args.processes
     while running:
-        share, done, found[share] = reports.get()
+        try:
+            share, done, report = reports.get(timeout=5)
+        except queue.Empty:
+            if any(worker.exitcode for worker in workers):  # killed: those that wait for it would wait for ever
+                for worker in workers:
+                    worker.kill()
+                raise SystemExit("kernels.py: error: a process ended early; what was measured is written") from None
+            continue
         running -= done
-        made = [report for _, report in sorted(found.items()) if isinstance(report, KernelReport)]
-        if made:
-            rows = sorted((row for report in made for row in report.rows), key=lambda row: place[row.op, row.case])
-            merged = dataclasses.replace(made[0], rows=tuple(rows))
-            write(args, merged)
+        if isinstance(report, str):
+            failed.append(report)
+            continue
+        found[share] = report
+        made = [found[share] for share in sorted(found)]
+        rows = sorted((row for report in made for row in report.rows), key=lambda row: place[row.op, row.case])
+        merged = dataclasses.replace(made[0], rows=tuple(rows))
+        write(args, merged)
     for worker in workers:
         worker.join()
-    failed = [report for report in found.values() if isinstance(report, str)]
     if failed:
         raise SystemExit(f"kernels.py: error: {failed[0]}")
     return merged

@@ -22,8 +22,8 @@ from ddtree_jax.models.sharding import PACKED_LEAVES
 from ddtree_jax.pallas.choice import KernelChoice
 from ddtree_jax.pallas.nvfp4_grid import GridWeight, make_grid
 
-# Weights of one matrix, on one device, from which on it stays packed. Products of 17 rows with smaller ones take up to
-# 3 us longer on an H200 than with bfloat16 weights: the launch that orders the rows costs more than packing saves.
+# Weights of one matrix, on one device, from which on it stays packed. Products of 17 rows with smaller ones took up to
+# 3 us longer on an H200 than with bfloat16 weights, in Triton, where ordering the rows is a launch of its own.
 PACKED_FROM = 1 << 24
 
 

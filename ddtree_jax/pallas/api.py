@@ -81,7 +81,7 @@ OPS: dict[str, Op] = {
                 MOSAIC: tree_attention.gqa_attention_mosaic,
                 REFERENCE: tree_attention.gqa_attention_reference,
             },
-            own={HOPPER: ("mosaic", TRITON)},
+            own={HOPPER: (MOSAIC, TRITON)},
         ),
         _op(
             "indexer_scores",

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ddtree_jax.pallas.api import OPS
-from ddtree_jax.pallas.backend import HOPPER, HOST, Platform, current_platform
+from ddtree_jax.pallas.backend import HOPPER, HOST, Platform, current_platform, require_mosaic
 from ddtree_jax.pallas.dispatch import REFERENCE
 from ddtree_jax.pallas.nvfp4_grid import BYTES, FRAGMENTS, SHIFTED
 
@@ -61,7 +61,13 @@ class KernelChoice:
         if self.platform.converts_fp4:
             return BYTES
         # Mosaic's interpreter takes seconds for the smallest product.
-        return FRAGMENTS if self.platform.generation == HOPPER and not self.platform.interpret else SHIFTED
+        if self.platform.generation != HOPPER or self.platform.interpret:
+            return SHIFTED
+        try:
+            require_mosaic()
+        except NotImplementedError:
+            return SHIFTED
+        return FRAGMENTS
 
     def run(self, op: str, *args: Any, specs: Specs | None = None, **kwargs: Any) -> Any:
         """`api.OPS[op]` on this platform.

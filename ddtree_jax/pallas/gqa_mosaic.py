@@ -48,9 +48,6 @@ def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Pla
         raise NotImplementedError("a block without rows")
     if k_cache.shape[2] < KEYS:
         raise NotImplementedError(f"a cache of {k_cache.shape[2]} slots: {KEYS} or more only")
-    if schedule.slots % 2:
-        # Every other tile is a warpgroup's own where both have the same rows, and so must be every other slot.
-        raise NotImplementedError(f"{schedule.slots} slots: an even number only")
     require_mosaic()
 
 

@@ -33,6 +33,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_registers(self.registers)
+        if self.slots % 2:
+            # Every other tile is a warpgroup's own where both have the same rows, and so must be every other slot.
+            raise ValueError(f"slots: got {self.slots}; an even number only")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,10 @@ from ddtree_jax.pallas.nvfp4_matmul import check_arguments
 from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule, Units, kernel
 
 TILE_ROWS = 8  # activation rows come in multiples of it
-# Rows of a call: as far as the packed weights win over plain ones of 16 bits (measured on an H200 up to 128).
-MAX_ROWS = 128
+# Rows of a tile of a linear layer at most, by the number of bfloat16 terms: two steps of many more have no room in shared
+# memory, and 64 take less than half as long as 128 (H200).
+_MOST_TILE_ROWS = {1: 64, 3: 32}
+MAX_ROWS = 512  # in one call; with more, unpacking the weight once for the call is cheaper
 # Computing warpgroups of a block of threads: how much longer a tile takes a core than with the most (H200). More than
 # three have too few registers each: ptxas then runs one product after the other.
 _WORKERS = {1: 1.35, 2: 1.12, 3: 1.0}
@@ -39,6 +41,12 @@ def require(weight: GridWeight, platform: Platform) -> None:
     if weight.arrangement != FRAGMENTS:
         raise NotImplementedError(f"weights laid out as {weight.arrangement!r}: {FRAGMENTS!r} only")
     require_mosaic()
+
+
+def cut_rows(rows: int, terms: int) -> tuple[int, int]:
+    """(tiles, rows of each) of a linear layer's rows, the last tile padded."""
+    tiles = pl.cdiv(rows, _MOST_TILE_ROWS[terms])
+    return tiles, pl.cdiv(pl.cdiv(rows, tiles), TILE_ROWS) * TILE_ROWS
 
 
 def choose_schedule(units: Units, out_dtype: Any, platform: Platform) -> Schedule:
@@ -97,10 +105,10 @@ def product(
     """Each tile of rows times the weight of its expert.
 
     Args:
-      x: bfloat16 or float32 [tiles * rows, K], rows a multiple of 8, or of a linear layer any number.
+      x: bfloat16 or float32 [tiles * rows, K], rows a multiple of 8, or of a linear layer any number in all.
       weight: a stack [R] of linear layers, or [R, E] of experts, in fragments.
       layer: int32[1].
-      experts: int32[tiles]; None: one tile, of a linear layer.
+      experts: int32[tiles]; None: a linear layer, whose rows are cut into tiles here.
       used: int32[1], how many tiles are in use, the first ones. The rows of the others stay unwritten.
       swiglu: of two parts, silu(first) * second.
       schedule, interpret: as for `nvfp4_matmul_mosaic`.
@@ -111,12 +119,13 @@ def product(
     Raises:
       NotImplementedError: as `choose_schedule`.
     """
-    tiles = 1 if experts is None else experts.shape[0]
-    parts = 2 if swiglu else 1
-    rows = pl.cdiv(x.shape[0] // tiles, TILE_ROWS) * TILE_ROWS
-    assert experts is None or x.shape[0] == tiles * rows, (x.shape, tiles)  # padding is at the end alone
+    parts, terms = 2 if swiglu else 1, num_parts(x.dtype)
+    if experts is None:
+        tiles, rows = cut_rows(x.shape[0], terms)
+    else:
+        tiles, rows = experts.shape[0], x.shape[0] // experts.shape[0]
     units = Units(
-        rows=rows, terms=num_parts(x.dtype), tiles=tiles,
+        rows=rows, terms=terms, tiles=tiles,
         experts=1 if experts is None else weight.words.shape[1], parts=parts, blocks=weight.num_blocks // parts,
         steps=weight.num_steps, routed=experts is not None,
     )  # fmt: skip
@@ -127,9 +136,9 @@ def product(
 
         interpret = plgpu.InterpretGPUParams()
     x = jnp.pad(x, ((0, tiles * rows - x.shape[0]), (0, weight.num_steps * STEP - x.shape[1])))
-    terms = jnp.stack(split_float32(x)) if units.terms > 1 else x[None]
+    given = jnp.stack(split_float32(x)) if terms > 1 else x[None]
     run = kernel(units, schedule, out_dtype, platform, interpret if platform.interpret else None)
     grid_tiles = weight.words.size // (8 * 256)
     words, scales = weight.words.reshape(grid_tiles, 8, 256), weight.scales.reshape(grid_tiles, 4, 256)
     routing = () if experts is None else (experts, used)
-    return run(layer, *routing, terms, words, scales, weight.factors.reshape(-1))
+    return run(layer, *routing, given, words, scales, weight.factors.reshape(-1))

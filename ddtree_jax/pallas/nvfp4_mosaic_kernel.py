@@ -31,13 +31,18 @@ class Schedule:
       across: grid blocks of a unit, a warpgroup each.
       depth: warpgroups that share the steps of a grid block.
       slots: rounds of `depth` steps in shared memory at most, at least 2.
-      under_way: products that may be unfinished while more weights are unpacked; each has 16 registers of them.
+      under_way: products that may be unfinished while more weights are unpacked, fewer than a step has: each has 16
+        registers of weights, which the next step's take over.
     """
 
     across: int
     depth: int = 1
     slots: int = 6
     under_way: int = 3
+
+    def __post_init__(self) -> None:
+        if self.slots < 2 or not 0 < self.under_way < CHUNKS:
+            raise ValueError(f"schedule: got {self}; slots from 2 on, 1 to {CHUNKS - 1} products under way")
 
     @property
     def workers(self) -> int:
@@ -111,8 +116,13 @@ def kernel(
         def place(j):
             """(row tile, group of columns, first grid block of the weights) of this core's unit j."""
             unit = core + j * cores
-            tile, columns = unit // groups, lax.rem(unit, jnp.int32(groups))
-            expert = routing[0][tile] if u.routed else 0
+            if u.routed:
+                tile, columns = unit // groups, lax.rem(unit, jnp.int32(groups))
+                expert = routing[0][tile]
+            else:
+                # Tiles of the same weights together: all but one read them from the L2 cache.
+                tile, columns = lax.rem(unit, jnp.int32(u.tiles)), unit // u.tiles
+                expert = 0
             return tile, columns, (layer_ref[0] * u.experts + expert) * (u.parts * u.blocks) + columns * across
 
         @pl.when(group == workers)

@@ -67,6 +67,7 @@ SCHEDULED = {
     # One slot short of the rounds of a unit: slots and units drift apart.
     "few slots": (17, BF16, 3, Schedule(1, slots=2), {"races": True}),
     "across": (13, BF16, 2, Schedule(2), {"races": True}),
+    "tiles of rows": (70, BF16, 2, Schedule(1), {"cores": 3}),
     # The sums change hands four times.
     "depth": (13, BF16, 4, Schedule(1, depth=2), {"races": True}),
     "depth of all steps": (3, F32, 2, Schedule(1, depth=2, slots=2), {}),
@@ -81,7 +82,8 @@ def test_schedules(rows, dtype, steps, schedule, options):
 
 def fits(rows, dtype, blocks, steps, schedule):
     terms = 3 if dtype == F32 else 1
-    units = Units(-(-rows // 8) * 8, terms, 1, 1, 1, blocks, steps, routed=False)
+    tiles, rows = nvfp4_mosaic.cut_rows(rows, terms)
+    units = Units(rows, terms, tiles, 1, 1, blocks, steps, routed=False)
     return units.slots(schedule, F32) > 0
 
 
@@ -105,6 +107,13 @@ def test_rows_and_schedules(schedule, rows, dtype):
 def test_chosen_schedules(steps, width, rows):
     for cores in (2, 132):
         check(rows, BF16, steps, width=width, cores=cores)
+
+
+@pytest.mark.parametrize("terms", [1, 3])
+def test_rows_are_cut_into_even_tiles(terms):
+    for rows in range(1, MAX_ROWS + 1):
+        tiles, each = nvfp4_mosaic.cut_rows(rows, terms)
+        assert each % 8 == 0 and each * terms <= 96 and (tiles - 1) * each < rows <= tiles * each
 
 
 def test_one_of_a_stack():
@@ -236,9 +245,6 @@ def test_what_is_refused():
     for rows in (0, MAX_ROWS + 1):
         with pytest.raises(NotImplementedError, match=f"{rows} rows; the kernel is made for 1 to {MAX_ROWS}"):
             ask(rows)
-    with pytest.raises(NotImplementedError, match="72 rows: two steps of them do not fit"):
-        call = functools.partial(OP, implementation="mosaic", platform=H200, out_dtype=BF16)
-        jax.eval_shape(call, spec((72, 512), F32), fragments)
 
 
 def test_what_hopper_takes():
@@ -275,7 +281,7 @@ def wide():
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", [None, (1, 1), (3, 1), (1, 4), (2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "rows"), [*((BF16, rows) for rows in (1, 8, 17, 64, 128)), *((F32, rows) for rows in (1, 17, 56))]
+    ("dtype", "rows"), [*((BF16, rows) for rows in (1, 8, 17, 64, 128, 300)), *((F32, rows) for rows in (1, 17, 70))]
 )
 def test_products_on_the_gpu(wide, dtype, rows, schedule):
     weight, plain = wide
