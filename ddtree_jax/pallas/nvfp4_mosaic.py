@@ -25,8 +25,8 @@ from ddtree_jax.pallas.nvfp4_matmul import check_arguments
 from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule, Units, kernel
 
 TILE_ROWS = 8  # activation rows come in multiples of it
-# Rows of a tile of a linear layer at most, by the number of bfloat16 terms: two steps of many more have no room in shared
-# memory, and 64 take less than half as long as 128 (H200).
+# Rows of a tile of a linear layer at most, by the number of bfloat16 terms: two steps of many more have no room in
+# shared memory, and 64 take less than half as long as 128 (H200).
 _MOST_TILE_ROWS = {1: 64, 3: 32}
 MAX_ROWS = 512  # in one call; with more, unpacking the weight once for the call is cheaper
 # Computing warpgroups of a block of threads: how much longer a tile takes a core than with the most (H200). More than
