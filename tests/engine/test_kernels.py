@@ -105,6 +105,7 @@ def check(num_experts, packed, algorithm, choice):
     assert tokens(fast, algorithm) == tokens(engine, algorithm)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_same_by_reference():
     check(DENSE_EXPERTS_LIMIT + 8, "experts", "ddtree", REFERENCES)
 

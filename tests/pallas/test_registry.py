@@ -92,5 +92,5 @@ def test_on_hopper_a_kernel_serves_every_case_but_these():
 
         served = any(serves(name) for name in op.names(H200) if name != REFERENCE)
         left = case.op in ("nvfp4_w4a4_matmul", "vocab_argmax") or "converted by hardware" in case.name
-        many = case.op == "nvfp4_matmul" and "256 rows" in case.name
+        many = case.op == "nvfp4_matmul" and "256 rows, shifted" in case.name  # Triton's are up to 128
         assert served != (left or many), case.name

@@ -124,7 +124,7 @@ def test_sequences_of_different_extents_share_a_round(make_loop, monkeypatch, al
             assert listener.token_ids == alone[i].token_ids, i
 
 
-@pytest.mark.parametrize("algorithm", ["none", "dflash"])
+@pytest.mark.parametrize("algorithm", ["none", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_other_algorithms(make_loop, text_engine, algorithm):
     member = ddtree_jax.SpeculativeAlgorithm.parse(algorithm)
     loop = make_loop(algorithm=member, budget=0, max_running_requests=2)
