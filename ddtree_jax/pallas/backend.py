@@ -70,12 +70,24 @@ def require_kernels(platform: Platform) -> None:
         raise NotImplementedError(f"needs a GPU of compute capability 9.0, 10.0 or 12.0; this is {found}")
 
 
-def require_mosaic() -> None:
-    """NotImplementedError where this JAX has no Mosaic GPU."""
+def require_wgmma(platform: Platform) -> None:
+    """NotImplementedError where a kernel of Mosaic GPU for Hopper cannot run."""
+    if platform.generation != HOPPER:
+        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
     try:
         import jax.experimental.pallas.mosaic_gpu  # noqa: F401
     except ImportError as error:
         raise NotImplementedError(f"Mosaic GPU cannot be imported: {error}") from None
+
+
+def mosaic_interpreter(platform: Platform, given: Any = None) -> Any:
+    """What `plgpu.kernel(interpret=)` takes: None on a GPU, else the parameters that are given, or the default ones."""
+    if not platform.interpret or given is not None:
+        return given if platform.interpret else None
+    # Where kernels are built only: it costs an import of a second that other platforms need not pay.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams()
 
 
 def largest_divisor(n: int, most: int) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ddtree_jax.pallas.api import OPS
-from ddtree_jax.pallas.backend import HOPPER, HOST, Platform, current_platform, require_mosaic
+from ddtree_jax.pallas.backend import HOPPER, HOST, Platform, current_platform, require_wgmma
 from ddtree_jax.pallas.dispatch import REFERENCE
 from ddtree_jax.pallas.nvfp4_grid import BYTES, FRAGMENTS, SHIFTED
 
@@ -61,10 +61,10 @@ class KernelChoice:
         if self.platform.converts_fp4:
             return BYTES
         # Mosaic's interpreter takes seconds for the smallest product.
-        if self.platform.generation != HOPPER or self.platform.interpret:
+        if self.platform.interpret:
             return SHIFTED
         try:
-            require_mosaic()
+            require_wgmma(self.platform)
         except NotImplementedError:
             return SHIFTED
         return FRAGMENTS

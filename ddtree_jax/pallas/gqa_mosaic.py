@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
+from ddtree_jax.pallas.backend import Platform, mosaic_interpreter, require_wgmma
 from ddtree_jax.pallas.gqa_mosaic_compute import KEYS, ROWS, WIDTH, Compute, Schedule, Sizes
 from ddtree_jax.pallas.split_attention import Tiles, cdiv, merge, num_splits
 
@@ -32,9 +32,8 @@ _GROUPS = (1, 2, 4, 8)  # heads of a group: a row tile holds multiples of 8 rows
 _BLOCK_WORK, _START_WORK = 2, 6
 
 
-def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Platform) -> None:
-    if platform.generation != HOPPER:
-        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
+def _check(q: Any, k_cache: Any, scale: float, platform: Platform) -> None:
+    require_wgmma(platform)
     if q.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dtype {q.dtype}: bfloat16 only")
     if q.shape[3] != WIDTH:
@@ -48,7 +47,6 @@ def _check(q: Any, k_cache: Any, scale: float, schedule: Schedule, platform: Pla
         raise NotImplementedError("a block without rows")
     if k_cache.shape[2] < KEYS:
         raise NotImplementedError(f"a cache of {k_cache.shape[2]} slots: {KEYS} or more only")
-    require_mosaic()
 
 
 def gqa_mosaic(
@@ -61,7 +59,7 @@ def gqa_mosaic(
     interpreted.
     """
     schedule = Schedule() if schedule is None else schedule
-    _check(q, k_cache, scale, schedule, platform)
+    _check(q, k_cache, scale, platform)
     b, t, heads, _ = q.shape
     width = k_cache.shape[3]
     kv_heads, block_tiles = width // WIDTH, cdiv(t, KEYS)
@@ -69,9 +67,6 @@ def gqa_mosaic(
     splits = sizes.splits
     pad = cdiv(t, 8) * 8
     if platform.interpret:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        interpret = plgpu.InterpretGPUParams() if interpret is None else interpret
         # TMA fills what lies beyond an array with zeros; the interpreter does not.
         pad = max(sizes.row_tiles * sizes.part, block_tiles * KEYS)
     seen = jnp.pad(mask.astype(q.dtype), ((0, 0), (0, 0), (0, block_tiles * KEYS - t)))
@@ -81,7 +76,7 @@ def gqa_mosaic(
         whole = jnp.pad(jnp.concatenate(block, axis=-1), ((0, 0), (0, pad - t), (0, 0)))
         block, firsts = (whole,) * 4, (0, heads, heads + kv_heads, heads + 2 * kv_heads)
     run = _kernel(
-        sizes=sizes, firsts=firsts, schedule=schedule, scale=scale, interpret=interpret if platform.interpret else None
+        sizes=sizes, firsts=firsts, schedule=schedule, scale=scale, interpret=mosaic_interpreter(platform, interpret)
     )
     values, weights = run(layer.reshape(1), lengths, *block, k_cache.reshape(-1, width), v_cache.reshape(-1, width))
     parts = values.reshape(splits, b, -1, WIDTH), weights.reshape(splits, b, -1)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
+from ddtree_jax.pallas.backend import Platform, mosaic_interpreter, require_wgmma
 from ddtree_jax.pallas.mla_mosaic_compute import (
     HALF,
     MASK,
@@ -55,8 +55,7 @@ _ALIGN = 8  # rows: the swizzled tiles that TMA copies; it would fill those of a
 
 
 def _check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> None:
-    if platform.generation != HOPPER:
-        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
+    require_wgmma(platform)
     if q.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dtype {q.dtype}: bfloat16 only")
     if (rank, q.shape[-1] - rank) != (RANK, ROPE):
@@ -67,7 +66,6 @@ def _check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> N
         raise NotImplementedError(f"a cache of {cache.shape[2]} slots: a multiple of {_ALIGN} only")
     if scale <= 0:
         raise NotImplementedError(f"scale {scale}: maxima are taken before it")
-    require_mosaic()
 
 
 def mla_mosaic(
@@ -86,13 +84,9 @@ def mla_mosaic(
     tiles = Tiles(TILE, TILE, TILE, num_warps=4, num_stages=1, splits=schedule.splits)
     key_tiles = cdiv(cache.shape[2], TILE) + block_tiles
     splits = num_splits(tiles, query_tiles=rows // TILE * b, key_tiles=key_tiles, platform=platform)
-    if platform.interpret and interpret is None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        interpret = plgpu.InterpretGPUParams()
     run = _kernel(
         batch=b, block=t, heads=heads, slots=cache.shape[2], splits=splits, tiles=tiles, schedule=schedule,
-        scale=scale, interpret=interpret if platform.interpret else None,
+        scale=scale, interpret=mosaic_interpreter(platform, interpret),
     )  # fmt: skip
     block = _block_rows(new, mask, block_tiles)
     values, *weights = run(

@@ -91,14 +91,12 @@ def moe_reference(
     chosen = jnp.any(chosen, axis=1)
     hit = jnp.any(chosen, axis=0)
     order = jnp.argsort(~hit)
-    start = jnp.int32(0) if layer is None else layer.astype(jnp.int32)
-    if layer is None:
-        gate_up, down = (jax.tree.map(lambda a: a[None], w) for w in (gate_up, down))
+    gate_up, down, layer = _stacks(gate_up, down, layer)
 
     def times(x: jax.Array, weight: Experts, e: jax.Array) -> jax.Array:
         def pick(a: jax.Array) -> jax.Array:
             zeros = (jnp.int32(0),) * (a.ndim - 2)
-            return jax.lax.dynamic_slice(a, (start, e.astype(jnp.int32), *zeros), (1, 1, *a.shape[2:]))[0, 0]
+            return jax.lax.dynamic_slice(a, (layer[0], e.astype(jnp.int32), *zeros), (1, 1, *a.shape[2:]))[0, 0]
 
         own = jax.tree.map(pick, weight)
         if isinstance(own, PlainExperts):
@@ -133,16 +131,14 @@ def moe_triton(
     _check(x, expert_ids, weights, gate_up, down, layer)
     if x.shape[0] > MAX_ROWS:
         raise NotImplementedError(f"{x.shape[0]} rows; the kernels are made for up to {MAX_ROWS}")
-    if layer is None:
-        gate_up, down = (jax.tree.map(lambda a: a[None], w) for w in (gate_up, down))
-        layer = jnp.int32(0)
+    gate_up, down, layer = _stacks(gate_up, down, layer)
     if isinstance(gate_up, PlainExperts):
-        return moe_plain.run_plain(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
+        return moe_plain.run_plain(x, expert_ids, weights, gate_up, down, layer, tiles, platform)
     for weight in (gate_up, down):
         require_arrangement(platform, weight.arrangement)
     if tiles is None:
         tiles = choose_tiles(platform)
-    return _run(x, expert_ids, weights, gate_up, down, layer.reshape(1), tiles, platform)
+    return _run(x, expert_ids, weights, gate_up, down, layer, tiles, platform)
 
 
 def moe_mosaic(
@@ -164,10 +160,14 @@ def moe_mosaic(
         nvfp4_mosaic.require(weight, platform)
     if not 0 < x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"{x.shape[0]} rows; the kernels are made for 1 to {MAX_ROWS}")
+    return mosaic.run_mosaic(x, expert_ids, weights, *_stacks(gate_up, down, layer), platform=platform, **how)
+
+
+def _stacks(gate_up: Experts, down: Experts, layer: jax.Array | None) -> tuple[Experts, Experts, jax.Array]:
+    """The weights as stacks of layers, and int32[1], which layer of them."""
     if layer is None:
         gate_up, down = (jax.tree.map(lambda a: a[None], w) for w in (gate_up, down))
-        layer = jnp.int32(0)
-    return mosaic.run_mosaic(x, expert_ids, weights, gate_up, down, layer.reshape(1), platform=platform, **how)
+    return gate_up, down, jnp.zeros(1, jnp.int32) if layer is None else layer.astype(jnp.int32).reshape(1)
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "platform"))

@@ -135,6 +135,22 @@ def _lay_out(codes: jax.Array, scales: jax.Array, arrangement: str) -> tuple[jax
     return _make_words(grid, arrangement), scale_grid
 
 
+def _put(codes: jax.Array, position: int, half: int) -> jax.Array:
+    """Words that hold the codes at a position of a half, by `CODE_BITS`, and nothing else."""
+    words = jnp.zeros_like(codes)
+    for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
+        words |= (codes >> bit & 1) << (place + 16 * half)
+    return words
+
+
+def _get(words: jax.Array, position: int, half: int) -> jax.Array:
+    """The codes that `_put` has placed."""
+    codes = jnp.zeros_like(words)
+    for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
+        codes |= (words >> (place + 16 * half) & 1) << bit
+    return codes
+
+
 # Rows of a tile: warp, half of the warp's 16, lane / 4. Groups: 64 of K, group of these. Codes of a group: half,
 # lane % 4, and the half of a register. PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16", matrix A.
 _FRAGMENT_ROWS, _FRAGMENT_GROUPS, _FRAGMENT_CODES = (4, 2, 8), (4, 4), (2, 4, 2)
@@ -153,8 +169,7 @@ def _fragment_words(grid: jax.Array) -> jax.Array:
     words = jnp.zeros(codes.shape[:-2], jnp.uint32)
     for side in range(2):
         for position in range(4):
-            for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
-                words |= (codes[..., position, side] >> bit & 1) << (place + 16 * side)
+            words |= _put(codes[..., position, side], position, side)
     return jax.lax.bitcast_convert_type(words.reshape(nb, kb, 2, ROWS, GROUPS), jnp.int32)
 
 
@@ -171,16 +186,8 @@ def tile_codes(words: jax.Array, arrangement: str) -> jax.Array:
         columns = [group_codes(words[..., i // 8, :, :], i, arrangement) for i in range(GROUP)]
         return jnp.stack(columns, axis=-1)
     lead = words.shape[:-3]
-    sides = []
-    for side in range(2):
-        positions = []
-        for position in range(4):
-            code = jnp.zeros_like(words)
-            for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
-                code |= (words >> (place + 16 * side) & 1) << bit
-            positions.append(code)
-        sides.append(jnp.stack(positions, axis=-1))
-    codes = jnp.stack(sides, axis=-1).reshape(*lead, 4, 4, 8, 4, 4, 2, 2, 2)  # chunk, w, g, c, n, q, h, side
+    codes = jnp.stack([_get(words, position, side) for position in range(4) for side in range(2)], axis=-1)
+    codes = codes.reshape(*lead, 4, 4, 8, 4, 4, 2, 2, 2)  # chunk, w, g, c, n, q, h, side
     axes = len(lead)
     order = (*range(axes), *(axes + i for i in (1, 6, 2, 0, 4, 5, 3, 7)))  # w, h, g, chunk, n, q, c, side
     return codes.transpose(order).reshape(*lead, ROWS, GROUPS, GROUP)
@@ -205,11 +212,7 @@ def _make_words(grid: jax.Array, arrangement: str) -> jax.Array:
     for half in range(2):
         for position in range(4):
             code = codes[:, :, :, :, half, :, :, position]
-            if arrangement == BYTES:
-                words |= code << (8 * position + 4 * half)
-                continue
-            for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
-                words |= (code >> bit & 1) << (place + 16 * half)
+            words |= code << (8 * position + 4 * half) if arrangement == BYTES else _put(code, position, half)
     words = words.transpose(0, 1, 4, 2, 3, 5).reshape(nb, kb, 2, ROWS, GROUPS)
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
@@ -223,12 +226,7 @@ def group_codes(words: jax.Array, i: int, arrangement: str) -> jax.Array:
     pair = words.reshape(*words.shape[:-1], GROUPS // 2, 2)[..., r]
     halves = []
     for half in range(2):
-        if arrangement == BYTES:
-            halves.append(pair >> (8 * position + 4 * half) & 15)
-            continue
-        code = jnp.zeros_like(pair)
-        for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
-            code |= (pair >> (place + 16 * half) & 1) << bit
+        code = pair >> (8 * position + 4 * half) & 15 if arrangement == BYTES else _get(pair, position, half)
         halves.append(code)
     return jnp.stack(halves, axis=-1).reshape(words.shape)
 

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ddtree_jax.pallas.backend import HOPPER, Platform, require_mosaic
+from ddtree_jax.pallas.backend import Platform, mosaic_interpreter, require_wgmma
 from ddtree_jax.pallas.nvfp4_grid import FRAGMENTS, STEP, GridWeight, num_parts, split_float32
 from ddtree_jax.pallas.nvfp4_matmul import check_arguments
-from ddtree_jax.pallas.nvfp4_mosaic_kernel import Schedule, Units, kernel
+from ddtree_jax.pallas.nvfp4_mosaic_kernel import SCALES, WORDS, Schedule, Units, kernel
 
 TILE_ROWS = 8  # activation rows come in multiples of it
 # Rows of a tile of a linear layer at most, by the number of bfloat16 terms: two steps of many more have no room in
@@ -36,11 +36,9 @@ _WORKERS = {1: 1.35, 2: 1.12, 3: 1.0}
 
 def require(weight: GridWeight, platform: Platform) -> None:
     """NotImplementedError for what the kernel does not serve."""
-    if platform.generation != HOPPER:
-        raise NotImplementedError(f"needs wgmma (compute capability 9.0), got {platform.generation}")
+    require_wgmma(platform)
     if weight.arrangement != FRAGMENTS:
         raise NotImplementedError(f"weights laid out as {weight.arrangement!r}: {FRAGMENTS!r} only")
-    require_mosaic()
 
 
 def cut_rows(rows: int, terms: int) -> tuple[int, int]:
@@ -131,14 +129,9 @@ def product(
     )  # fmt: skip
     if schedule is None:
         schedule = choose_schedule(units, out_dtype, platform)
-    if platform.interpret and interpret is None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        interpret = plgpu.InterpretGPUParams()
     x = jnp.pad(x, ((0, tiles * rows - x.shape[0]), (0, weight.num_steps * STEP - x.shape[1])))
     given = jnp.stack(split_float32(x)) if terms > 1 else x[None]
-    run = kernel(units, schedule, out_dtype, platform, interpret if platform.interpret else None)
-    grid_tiles = weight.words.size // (8 * 256)
-    words, scales = weight.words.reshape(grid_tiles, 8, 256), weight.scales.reshape(grid_tiles, 4, 256)
+    run = kernel(units, schedule, out_dtype, platform, mosaic_interpreter(platform, interpret))
+    words, scales = weight.words.reshape(-1, *WORDS), weight.scales.reshape(-1, *SCALES)
     routing = () if experts is None else (experts, used)
     return run(layer, *routing, given, words, scales, weight.factors.reshape(-1))

@@ -20,7 +20,7 @@ CHUNKS = STEP // CHUNK
 _SHARED = 230_000  # bytes a block of threads may have, less what barriers and alignment take
 _TILE_BYTES = ROWS * STEP * 9 // 16
 # A tile of packed weights as TMA copies it: no axis longer than 256.
-_WORDS, _SCALES = (8, 256), (4, 256)
+WORDS, SCALES = (8, 256), (4, 256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +212,8 @@ def kernel(
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     shared = {
-        "words": plgpu.SMEM((slots, workers, u.parts, *_WORDS), jnp.int32),
-        "scales": plgpu.SMEM((slots, workers, u.parts, *_SCALES), jnp.uint8),
+        "words": plgpu.SMEM((slots, workers, u.parts, *WORDS), jnp.int32),
+        "scales": plgpu.SMEM((slots, workers, u.parts, *SCALES), jnp.uint8),
         "x": tiled((slots, depth, u.terms, u.rows, STEP), jnp.bfloat16),
         "out": tiled((across, u.rows, ROWS), out_dtype),
         "full": plgpu.Barrier(num_arrivals=2 * workers * u.parts + depth * u.terms, num_barriers=slots),

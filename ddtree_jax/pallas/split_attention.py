@@ -78,9 +78,7 @@ def check_registers(registers: tuple[int, int]) -> None:
         raise ValueError(f"registers: got {registers}; multiples of 8 from 24 on, 2 * first + second at most {3 * 168}")
 
 
-def num_splits(
-    tiles: Tiles, *, query_tiles: int, key_tiles: int, platform: Platform, even: bool = False
-) -> int:  # fmt: skip
+def num_splits(tiles: Tiles, *, query_tiles: int, key_tiles: int, platform: Platform, even: bool = False) -> int:
     """Splits of each query tile for a grid that fills the cores in few, full waves.
 
     Args:
