@@ -24,6 +24,11 @@ from ddtree_jax.pallas.nvfp4_kernel import shifted
 CHUNK = 64  # inputs of a fragment
 _THREADS = 128  # of a warpgroup
 
+# PTX that takes the scale bytes of four groups apart, into both halves of a register: those of groups 0 and 2, and of 1
+# and 3. A byte lies at bits 4 to 11, and the exponent's offset is added.
+_SCALE = ".reg .b32 t;\n{}\nshl.b32 t, t, 4;\nadd.u32 $0, t, 0x76007600;"
+SPREAD = _SCALE.format("and.b32 t, $1, 0x00FF00FF;"), _SCALE.format("prmt.b32 t, $1, 0, 0x4341;")
+
 
 def unpacker(plgpu: Any) -> Callable[[Any, Any, int], jax.Array]:
     """(words int32 [8, 256], scales uint8 [4, 256], chunk) -> bf16 [64, 64], the left operand of `wgmma`.
@@ -67,18 +72,16 @@ def unpacker(plgpu: Any) -> Callable[[Any, Any, int], jax.Array]:
             halves = vector.bitcast(ir.VectorType.get((2,), i32), eight)
             # A register for each 8 inputs and each half of a warp's 16 rows.
             registers = np.empty((CHUNK // 8, 2), dtype=object)
+            scales = [[asm(text, vector.extract(halves, [], [half])) for text in SPREAD] for half in range(2)]
             for group in range(CHUNK // GROUP):
                 word = vector.extract(four, [], [group])
+                # ptxas makes the repeated half a modifier of the product.
+                scale = f"mov.b32 {{l, h}}, $2;\nmov.b32 c, {{{'hl'[group < 2]}, {'hl'[group < 2]}}};"
                 for half in range(2):
-                    # Both halves of a register: the scale byte at bits 4..11, and the exponent's offset.
-                    scale = asm(
-                        f".reg .b32 t;\nprmt.b32 t, $1, 0, {group | 0x40 | group << 8 | 0x4000:#x};\n"
-                        "shl.b32 t, t, 4;\nadd.u32 $0, t, 0x76007600;",
-                        vector.extract(halves, [], [half]),
-                    )
                     for right in range(2):
                         code = shifted("$1", 2 * right + half)
-                        product = asm(f".reg .b32 a, b, c;\n{code}\nmul.rn.bf16x2 $0, a, $2;", word, scale)
+                        text = f".reg .b16 l, h;\n.reg .b32 a, b, c;\n{code}\n{scale}\nmul.rn.bf16x2 $0, a, c;"
+                        product = asm(text, word, scales[half][group % 2])
                         registers[2 * group + right, half] = register(product)
             registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, CHUNK)))
             return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

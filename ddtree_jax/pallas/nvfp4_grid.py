@@ -29,10 +29,11 @@ STEP = GROUP * GROUPS  # of K in a tile
 # in it the 4 words of each of 128 threads, and the scales of each four of these. See `_fragment_words`.
 SHIFTED, BYTES, FRAGMENTS = "shifted", "bytes", "fragments"
 
-# Bits of a 16-bit half that hold the code at each of its 4 positions: (sign, two exponent bits, mantissa bit). In
-# bfloat16 they belong at 15, 8, 7, 6: position 0 lies there, 1 and 2 are a left shift by 3 and 6 away, 3 takes the
-# bits that are left.
-CODE_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
+# Bits that hold the code at each of the 4 positions of a word's lower half: (sign, two exponent bits, mantissa bit), of
+# the upper half 16 bits on, round the word. In bfloat16 they belong at 15, 8, 7, 6: position 0 lies there, 1 is a left
+# shift by 6 away, 2 a rotation by 12, and 3 takes the bits that are left, a left shift by 2 and a right one by 6. No
+# four rotations would do.
+CODE_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (3, -4, -5, -6), (13, 14, 5, 4))
 
 # Unsigned scales with 5 exponent bits and bias 10: e4m3 values, subnormals too, map exactly and have no subnormals.
 _SCALE_OF_SUBNORMAL = np.array([0, 8, 16, 20, 24, 26, 28, 30], np.uint8)
@@ -139,7 +140,7 @@ def _put(codes: jax.Array, position: int, half: int) -> jax.Array:
     """Words that hold the codes at a position of a half, by `CODE_BITS`, and nothing else."""
     words = jnp.zeros_like(codes)
     for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
-        words |= (codes >> bit & 1) << (place + 16 * half)
+        words |= (codes >> bit & 1) << (place + 16 * half) % 32
     return words
 
 
@@ -147,7 +148,7 @@ def _get(words: jax.Array, position: int, half: int) -> jax.Array:
     """The codes that `_put` has placed."""
     codes = jnp.zeros_like(words)
     for bit, place in zip((3, 2, 1, 0), CODE_BITS[position], strict=True):
-        codes |= (words >> (place + 16 * half) & 1) << bit
+        codes |= (words >> (place + 16 * half) % 32 & 1) << bit
     return codes
 
 

@@ -68,18 +68,16 @@ def weights(words: jax.Array, scales: jax.Array, i: int, platform: Platform, arr
 
 def shifted(register: str, position: int) -> str:
     """PTX that leaves the codes of both groups in `a`, in the place of bfloat16's sign and top magnitude bits."""
-    if position == 0:
-        return f"and.b32 a, {register}, 0x81C081C0;"
+    assert CODE_BITS == ((15, 8, 7, 6), (9, 2, 1, 0), (3, -4, -5, -6), (13, 14, 5, 4))
+    move = ("mov.b32 a, {0};", "shl.b32 a, {0}, 6;", "shf.l.wrap.b32 a, {0}, {0}, 12;", "shl.b32 a, {0}, 2;")[position]
+    move = move.format(register)
     if position < 3:
-        return f"shl.b32 a, {register}, {3 * position};\nand.b32 a, a, 0x81C081C0;"
-    assert CODE_BITS[3] == (14, 11, 10, 13)
+        return f"{move}\nand.b32 a, a, 0x81C081C0;"
     return f"""
-        shr.u32 a, {register}, 3;
-        and.b32 a, a, 0x01800180;
-        shr.u32 b, {register}, 7;
-        lop3.b32 a, b, 0x00400040, a, 0xEA;
-        shl.b32 c, {register}, 1;
-        lop3.b32 a, c, 0x80008000, a, 0xEA;
+        {move}
+        and.b32 a, a, 0x80C080C0;
+        shr.u32 b, {register}, 6;
+        lop3.b32 a, b, 0x01000100, a, 0xEA;
     """
 
 

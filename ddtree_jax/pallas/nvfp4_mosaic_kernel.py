@@ -17,6 +17,9 @@ from ddtree_jax.pallas.nvfp4_grid import FRAGMENTS, ROWS, STEP
 from ddtree_jax.pallas.nvfp4_kernel import restore
 
 CHUNKS = STEP // CHUNK
+# Products that may be unfinished while more weights are unpacked, each with 16 registers of weights. On an H200 one is
+# as fast as three.
+_UNDER_WAY = 3
 _SHARED = 230_000  # bytes a block of threads may have, less what barriers and alignment take
 _TILE_BYTES = ROWS * STEP * 9 // 16
 # A tile of packed weights as TMA copies it: no axis longer than 256.
@@ -31,18 +34,15 @@ class Schedule:
       across: grid blocks of a unit, a warpgroup each.
       depth: warpgroups that share the steps of a grid block.
       slots: rounds of `depth` steps in shared memory at most, at least 2.
-      under_way: products that may be unfinished while more weights are unpacked, fewer than a step has: each has 16
-        registers of weights, which the next step's take over.
     """
 
     across: int
     depth: int = 1
     slots: int = 6
-    under_way: int = 3
 
     def __post_init__(self) -> None:
-        if self.slots < 2 or not 0 < self.under_way < CHUNKS:
-            raise ValueError(f"schedule: got {self}; slots from 2 on, 1 to {CHUNKS - 1} products under way")
+        if self.slots < 2:
+            raise ValueError(f"schedule: got {self}; slots from 2 on")
 
     @property
     def workers(self) -> int:
@@ -81,7 +81,7 @@ class Units:
         return slots * (weights + inputs) + out + sums
 
     def slots(self, schedule: Schedule, out_dtype: Any) -> int:
-        """As many as there is room for; 0 where there is none for two: a slot is freed when the next one has come."""
+        """As many as there is room for; 0 where there is none for two: one is filled while the other is read."""
         slots = schedule.slots
         while slots and self.shared_bytes(schedule, slots, out_dtype) > _SHARED:
             slots -= 1
@@ -160,16 +160,17 @@ def kernel(
 
             def unit(j, carry):
                 tile, columns, first = place(j)
+                # Read before the sums, so that nothing waits for them at the end.
+                factors = [factors_ref[first + part * u.blocks + wide] for part in range(u.parts)]
                 slot_of = lambda i: lax.rem(j * rounds + i, jnp.int32(slots))  # noqa: E731
                 work = _Work(plgpu, unpack, shared, u, schedule, group, deep, rounds, slot_of)
                 if interpret is not None:
                     found = work.interpreted()
                 else:
                     found = work.sums() if u.terms == 1 else work.exact_sums()
-                plgpu.barrier_arrive(free.at[slot_of(rounds - 1)])
                 if depth > 1:
                     pl.when(deep > 0)(lambda: give(j, found))
-                pl.when(deep == 0)(lambda: finish(found, tile, columns, first))
+                pl.when(deep == 0)(lambda: finish(found, factors, tile, columns))
                 return carry
 
             def give(j, found):
@@ -182,7 +183,7 @@ def kernel(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(shared["given"].at[wide])
 
-            def finish(found, tile, columns, first):
+            def finish(found, factors, tile, columns):
                 found = list(found)
                 if depth > 1:
                     plgpu.barrier_wait(shared["given"].at[wide])
@@ -193,7 +194,7 @@ def kernel(
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(shared["taken"].at[wide])
                 scale = restore(platform, FRAGMENTS)
-                found = [one * (factors_ref[first + i * u.blocks + wide] * scale) for i, one in enumerate(found)]
+                found = [one * (factor * scale) for one, factor in zip(found, factors, strict=True)]
                 out = found[0] if u.parts == 1 else found[0] / (1.0 + jnp.exp(-found[0])) * found[1]
                 into = shared["out"].at[wide]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -238,10 +239,7 @@ def kernel(
 
 
 class _Work:
-    """The sums of a computing warpgroup over its steps of a unit: float32 [64 columns, rows], one for each part.
-
-    All but the last slot are freed on the way.
-    """
+    """The sums of a computing warpgroup over its steps of a unit: float32 [64 columns, rows], one for each part."""
 
     def __init__(self, plgpu, unpack, shared, units: Units, schedule: Schedule, group, deep, rounds: int, slot_of):
         self.plgpu, self.unpack, self.shared, self.units, self.schedule = plgpu, unpack, shared, units, schedule
@@ -258,23 +256,24 @@ class _Work:
         self.plgpu.barrier_wait(self.shared["full"].at[slot])
         return slot
 
-    def free_before(self, i) -> None:
-        """Step i is under way, and the one before it is done."""
-        before = self.shared["free"].at[self.slot_of(i - 1)]
-        pl.when(i > 0)(lambda: self.plgpu.barrier_arrive(before))
+    def end(self, slot) -> None:
+        self.plgpu.barrier_arrive(self.shared["free"].at[slot])
 
-    def multiply(self, accs, slot, i, under_way: int) -> None:
-        plgpu = self.plgpu
+    def multiply(self, accs, i, under_way: int) -> None:
+        plgpu, slot = self.plgpu, self.begin(i)
+        begun = 0
         for chunk in range(CHUNKS):
             for part, acc in enumerate(accs):
                 weights = self.unpack(*self.packed(slot, part), chunk)
                 for term in range(self.units.terms):
                     plgpu.wgmma(acc, weights, self.inputs(slot, term, chunk).transpose((1, 0)))
-                if chunk == part == 0:
-                    plgpu.wgmma_wait(self.units.terms)
-                    self.free_before(i)
-                else:
+                    begun += 1
+                # A needless wait would keep ptxas from putting products between what unpacks.
+                if begun > under_way:
                     plgpu.wgmma_wait(under_way)
+        # In the next step it would be too late: the last of several warpgroups frees a slot.
+        plgpu.wgmma_wait(0)
+        self.end(slot)
 
     def accumulators(self) -> list[Any]:
         return [self.plgpu.ACC((ROWS, self.units.rows), jnp.float32)] * self.units.parts
@@ -282,7 +281,7 @@ class _Work:
     def sums(self) -> list[jax.Array]:
         def run(*accs):
             def step(i, carry):
-                self.multiply(accs, self.begin(i), i, self.schedule.under_way)
+                self.multiply(accs, i, _UNDER_WAY)
                 return carry
 
             lax.fori_loop(0, self.rounds, step, None)
@@ -295,7 +294,7 @@ class _Work:
 
         def step(i, totals):
             def run(*accs):
-                self.multiply(accs, self.begin(i), i, self.units.terms)
+                self.multiply(accs, i, self.units.terms)
                 return [acc[...] for acc in accs]
 
             own = pl.run_scoped(run, *self.accumulators())
@@ -317,7 +316,7 @@ class _Work:
                     for total, w in zip(totals, weights, strict=True)
                 ]
             self.plgpu.commit_smem()  # these reads, unlike those of wgmma, are not ordered before a later copy
-            self.free_before(i)
+            self.end(slot)
             return totals
 
         return lax.fori_loop(0, self.rounds, step, [jnp.zeros((ROWS, self.units.rows), jnp.float32)] * self.units.parts)

@@ -5,9 +5,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from ddtree_jax.pallas.nvfp4_fragments import SPREAD
 from ddtree_jax.pallas.nvfp4_grid import (
     BYTES,
     FRAGMENTS,
@@ -21,6 +23,7 @@ from ddtree_jax.pallas.nvfp4_grid import (
     prepare_rows,
     split_float32,
 )
+from ddtree_jax.pallas.nvfp4_kernel import shifted
 from tests.pallas.nvfp4_weights import E2M1, E4M3, pack, values
 
 ARRANGEMENTS = pytest.mark.parametrize("arrangement", [SHIFTED, BYTES, FRAGMENTS])
@@ -96,12 +99,8 @@ def test_where_codes_lie_in_the_words(arrangement):
         if arrangement == BYTES:
             assert word == (even | odd << 4) << 8 * position
             continue
-        for code, low in ((even, word & 0xFFFF), (odd, word >> 16)):
-            want = (code >> 3) << 15 | (code & 7) << 6
-            a = low << 3 * position & 0x81C0
-            if position == 3:
-                a = low >> 3 & 0x0180 | low >> 7 & 0x0040 | low << 1 & 0x8000
-            assert a == want
+        want = [(code >> 3) << 15 | (code & 7) << 6 for code in (even, odd)]
+        assert run_ptx(shifted("$1", position), word) == want[0] | want[1] << 16
 
 
 def test_where_fragments_lie():
@@ -125,18 +124,59 @@ def test_where_fragments_lie():
         warp, h, g = row // 16, row % 16 // 8, row % 8
         at = part, block, step, chunk, 32 * warp + 4 * g + c, group
         np.add.at(seen, at, 1)
-        half = words[at] >> 16 * upper & 0xFFFF
-        # The place of a register's codes in its word: a shift to the top of bfloat16 and a mask, or what is left over.
-        shifted = [half, half << 3, half << 6, None]
-        rest = half >> 3 & 0x0180 | half >> 7 & 0x0040 | half << 1 & 0x8000
-        taken = [rest if one is None else one & 0x81C0 for one in shifted]
-        found = np.where(h == 0, taken[2 * q], taken[2 * q + 1])
+        taken = [run_ptx(shifted("$1", 2 * q + half), words[at]) >> 16 * upper & 0xFFFF for half in range(2)]
         code = codes[k, part].astype(np.uint32)
-        np.testing.assert_array_equal(found, (code >> 3) << 15 | (code & 7) << 6)
+        np.testing.assert_array_equal(np.where(h == 0, *taken), (code >> 3) << 15 | (code & 7) << 6)
         # Five bits of exponent, whose bias is 10 where e4m3 has 7.
         stored = scale_bytes[part, block, step, chunk, 8 * warp + g, 4 * h + group]
         np.testing.assert_array_equal(stored, scales[k // 16, part] + 3 * 8)
     assert set(np.unique(seen)) == {0, 4, 8} and not words[seen == 0].any()
+
+
+def test_scale_bytes_are_taken_apart():
+    """Each byte as a positive bfloat16, in both halves of a product's operand: 2^e times what the byte means."""
+    rng = np.random.default_rng()
+    scales = rng.integers(0, 151, (100, 4), dtype=np.uint8)  # up to the largest of e4m3, whose bias is 3 less
+    pairs = [run_ptx(text, scales.view(np.uint32)[:, 0]) for text in SPREAD]
+    found = np.stack([pairs[group % 2] >> 16 * (group // 2) & 0xFFFF for group in range(4)], axis=1)
+    values = found.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+    mantissa = 1 + (scales & 7) / 8
+    np.testing.assert_array_equal(values, mantissa * np.exp2((scales >> 3).astype(np.float64) + 0xEC - 127))
+
+
+def run_ptx(text, word):
+    """What the instructions leave in `a`, or in the result $0, for words in $1: uint32 arrays, or numbers.
+
+    PTX ISA: integer, logic and shift instructions, `prmt` without modes.
+    """
+    word = np.asarray(word, np.uint32)
+    known = {"$1": word}
+
+    def value(name):
+        return known[name] if name in known else np.uint32(int(name, 0))
+
+    def permuted(a, b, selector):
+        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+        bytes_ = [both >> np.uint64(8 * (int(selector) >> 4 * i & 7)) & np.uint64(255) for i in range(4)]
+        return sum(byte << np.uint64(8 * i) for i, byte in enumerate(bytes_)).astype(np.uint32)
+
+    operations = {
+        "mov.b32": lambda a: a,
+        "and.b32": lambda a, b: a & b,
+        "add.u32": lambda a, b: a + b,
+        "shl.b32": lambda a, b: a << b,
+        "shr.u32": lambda a, b: a >> b,
+        "shf.l.wrap.b32": lambda low, high, n: high << n | low >> np.uint32(32) - n,
+        # 0xEA: a and b, or c
+        "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[int(table)],
+        "prmt.b32": permuted,
+    }
+    for line in text.split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name not in ("", ".reg"):
+            into, *given = (part.strip() for part in rest.split(","))
+            known[into] = operations[name](*map(value, given))
+    return known["$0"] if "$0" in known else known["a"]
 
 
 def random_float32(rng, shape):
