@@ -5,8 +5,8 @@
 
 Prints kernel x shape x implementation: us (median of 5, and half their range), GB/s or TFLOP/s, the share of the limit
 (the larger of traffic / copy bandwidth and operations / bfloat16 rate), the relative error against float64. `--json
-FILE` writes all of it, and the table beside it as Markdown, anew after each case. Status 1: an error is above its
-tolerance, or a failure.
+FILE` writes all of it, and the table beside it as Markdown, anew after each case; `--resume` goes on with what is not in
+FILE yet. Status 1: an error is above its tolerance, or a failure.
 
 Everything is compiled first. A time is a slope inside a device loop of 8 calls a trip, on copies that are together
 well over the L2 cache; what the loop itself takes, 10-20 us a trip, is in it. `--profile` adds the profiler's sums.
@@ -16,7 +16,9 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import json
 import multiprocessing
+import pathlib
 import queue
 import secrets
 import sys
@@ -27,7 +29,7 @@ from typing import Any
 from ddtree_jax.pallas import kernel_report, measure
 from ddtree_jax.pallas.backend import current_platform
 from ddtree_jax.pallas.cases.registry import Registry, load_registry
-from ddtree_jax.pallas.kernel_report import KernelReport
+from ddtree_jax.pallas.kernel_report import KernelReport, Row
 
 
 def parse_args() -> argparse.Namespace:
@@ -45,7 +47,37 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-reference", action="store_true", help="neither references nor baselines")
     parser.add_argument("--ops", metavar="FILE", help="Python file with OPS and CASES in place of the package's")
     parser.add_argument("--json", metavar="FILE", help="write everything here, and the table beside it as .md")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the cases that FILE of --json has; measure the others"
+    )
     return parser.parse_args()
+
+
+def kept_rows(args: argparse.Namespace) -> tuple[Row, ...]:
+    """Of the cases that an earlier run has finished, and found right."""
+    if not args.resume or not args.json or not pathlib.Path(args.json).exists():
+        return ()
+    given = json.loads(pathlib.Path(args.json).read_text())["rows"]
+    rows = [Row(**{**row, "error": None if row["error"] is None else float(row["error"])}) for row in given]
+    measured = {(row.op, row.case) for row in rows if row.us is not None}
+    again = {(row.op, row.case) for row in rows if row.status not in (kernel_report.OK, kernel_report.NOT_SERVED)}
+    return tuple(row for row in rows if (row.op, row.case) in measured - again)
+
+
+def select(args: argparse.Namespace) -> Registry:
+    """What is to be measured."""
+    registry = load_registry(args.ops).select(args.op, args.case)
+    kept = {(row.op, row.case) for row in args.kept}
+    return dataclasses.replace(
+        registry, cases=tuple(case for case in registry.cases if (case.op, case.name) not in kept)
+    )
+
+
+def whole(args: argparse.Namespace, report: KernelReport) -> KernelReport:
+    """With the kept rows; in the order of the cases."""
+    place = {(case.op, case.name): index for index, case in enumerate(load_registry(args.ops).cases)}
+    rows = sorted((*args.kept, *report.rows), key=lambda row: place.get((row.op, row.case), -1))
+    return dataclasses.replace(report, rows=tuple(rows))
 
 
 def measure_in_turn(args: argparse.Namespace, share: int, barrier: Any, lock: Any, reports: Any) -> None:
@@ -62,7 +94,7 @@ def measure_in_turn(args: argparse.Namespace, share: int, barrier: Any, lock: An
 
     try:
         with alone:
-            registry = load_registry(args.ops).select(args.op, args.case)
+            registry = select(args)
             own = tuple(case for case in registry.cases if case.is_for(current_platform()))[share :: args.processes]
             tell = lambda report: reports.put((share, False, report))  # noqa: E731
             found = run(args, dataclasses.replace(registry, cases=own), limits, tell)
@@ -92,7 +124,7 @@ def run(
     )
 
 
-def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
+def run_processes(args: argparse.Namespace) -> KernelReport:
     """The cases dealt out to processes: to trace a kernel is Python's work, which threads do not share."""
     context = multiprocessing.get_context("spawn")
     barrier, lock, reports = context.Barrier(args.processes), context.Lock(), context.Queue()
@@ -103,7 +135,6 @@ def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
     ]
     for worker in workers:
         worker.start()
-    place = {(case.op, case.name): index for index, case in enumerate(registry.cases)}
     found: dict[int, KernelReport] = {}
     failed: list[str] = []
     running = args.processes
@@ -121,9 +152,7 @@ def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
             failed.append(report)
             continue
         found[share] = report
-        made = [found[share] for share in sorted(found)]
-        rows = sorted((row for report in made for row in report.rows), key=lambda row: place[row.op, row.case])
-        merged = dataclasses.replace(made[0], rows=tuple(rows))
+        merged = dataclasses.replace(report, rows=tuple(row for one in found.values() for row in one.rows))
         write(args, merged)
     for worker in workers:
         worker.join()
@@ -134,14 +163,15 @@ def run_processes(args: argparse.Namespace, registry: Registry) -> KernelReport:
 
 def write(args: argparse.Namespace, report: KernelReport) -> None:
     if args.json:
-        report.write(args.json)
+        whole(args, report).write(args.json)
 
 
 def main() -> int:
     args = parse_args()
     try:
-        registry = load_registry(args.ops).select(args.op, args.case)
-    except ValueError as error:
+        args.kept = kept_rows(args)
+        registry = select(args)
+    except (ValueError, TypeError, KeyError) as error:
         print(f"kernels.py: error: {error}", file=sys.stderr)
         return 2
     if args.list:
@@ -153,9 +183,10 @@ def main() -> int:
             print(f"{case.op}: {case.name}: {', '.join(names)}")
         return 0
     if args.processes > 1:
-        report = run_processes(args, registry)
+        report = run_processes(args)
     else:
         report = run(args, registry, measure.measure_limits, functools.partial(write, args))
+    report = whole(args, report)
     print(report.text())
     if args.profile:
         for row in report.rows:

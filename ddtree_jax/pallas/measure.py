@@ -33,7 +33,8 @@ _MAX_CALLS = 8
 _REPEATS = 5
 _SAMPLE_S = 0.03
 _MAX_TRIPS = 100_000
-# A trip from which on one more is a sample, and what all samples of it may take, about.
+# A trip from which on one more is a sample, and what all samples of it may take, about. One of which there is time for
+# one sample only is a sample itself: what it takes besides its calls does not count then.
 _SLOW_S, _MOST_S = 0.1, 3.0
 _POISON = 0x5A
 
@@ -156,8 +157,10 @@ class Loop:
 
         seconds(1)
         one, more = seconds(1), 4
-        if one > _SLOW_S:  # a plain reference may take a second a trip
-            more, repeats = 1, max(1, min(repeats, round(_MOST_S / one / 3)))
+        if one > _SLOW_S:  # a plain reference may take seconds a trip
+            more, repeats = 1, min(repeats, round(_MOST_S / one / 3))
+            if repeats < 2:
+                return Timing(one / self.plan.calls * 1e6, 0.0)
         while one <= _SLOW_S and more < _MAX_TRIPS and seconds(1 + more) - seconds(1) < sample_s / 2:
             more *= 4
         samples = [(seconds(1 + more) - seconds(1)) / more / self.plan.calls for _ in range(repeats)]

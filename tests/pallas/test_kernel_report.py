@@ -244,6 +244,24 @@ def test_the_benchmark_measures(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_goes_on_where_it_was_stopped(tmp_path):
+    path = tmp_path / "k.json"
+    assert benchmark("--json", str(path), "--seed", "3").returncode == 0
+    first = json.loads(path.read_text())
+    stopped = [dict(row) for row in first["rows"] if row["case"] != "a cache of 10"]
+    for row in stopped:
+        if row["case"] == "8 rows":
+            row.update(us=None, status="not served" if row["status"] == "not served" else "left out")
+    path.write_text(json.dumps({**first, "rows": stopped}))
+    assert benchmark("--json", str(path), "--seed", "4", "--resume").returncode == 0
+    then = json.loads(path.read_text())
+    assert [row["case"] for row in then["rows"]] == [row["case"] for row in first["rows"]]
+    same = [row == old for row, old in zip(then["rows"], first["rows"], strict=True)]
+    assert same[:4] == [True] * 4 and not any(row["us"] is None for row in then["rows"] if row["status"] == "ok")
+    assert not all(same[4:])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 5])
 def test_processes_share_the_cases(tmp_path, processes):
     done = benchmark("--processes", str(processes), "--json", str(tmp_path / "k.json"))
