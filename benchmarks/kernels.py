@@ -5,8 +5,8 @@
 
 Prints kernel x shape x implementation: us (median of 5, and half their range), GB/s or TFLOP/s, the share of the limit
 (the larger of traffic / copy bandwidth and operations / bfloat16 rate), the relative error against float64. `--json
-FILE` writes all of it, and the table beside it as Markdown, anew after each case; `--resume` goes on with what is not in
-FILE yet. Status 1: an error is above its tolerance, or a failure.
+FILE` writes all of it, and the table beside it as Markdown, anew after each case; `--resume` goes on with what is not
+in FILE yet. Status 1: an error is above its tolerance, or a failure.
 
 Everything is compiled first. A time is a slope inside a device loop of 8 calls a trip, on copies that are together
 well over the L2 cache; what the loop itself takes, 10-20 us a trip, is in it. `--profile` adds the profiler's sums.
