@@ -71,6 +71,7 @@ OPS: dict[str, Op] = {
             "mla_attention_selected",
             {
                 TRITON: tree_attention.mla_attention_selected_triton,
+                MOSAIC: tree_attention.mla_attention_selected_mosaic,  # has never run: only when named
                 REFERENCE: tree_attention.mla_attention_selected_reference,
             },
         ),

@@ -54,7 +54,8 @@ from ddtree_jax.pallas.split_attention import (
 _ALIGN = 8  # rows: the swizzled tiles that TMA copies; it would fill those of a tile cut in two with zeros
 
 
-def _check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> None:
+def check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> None:
+    """NotImplementedError for what the kernels do not serve."""
     require_wgmma(platform)
     if q.dtype != jnp.bfloat16:
         raise NotImplementedError(f"dtype {q.dtype}: bfloat16 only")
@@ -77,7 +78,7 @@ def mla_mosaic(
     `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
     interpreted.
     """
-    _check(q, cache, rank, scale, platform)
+    check(q, cache, rank, scale, platform)
     schedule = Schedule() if schedule is None else schedule
     b, t, heads, c = q.shape
     rows, block_tiles = t * heads, cdiv(t, TILE)
@@ -141,12 +142,8 @@ def _kernel(
             @pl.when(group == 2)
             def _copy():
                 plgpu.set_max_registers(schedule.registers[1], action="decrease")
-                at = pl.ds((b * query_tiles + own) * TILE, TILE)
+                copy_queries(plgpu, q_ref, b * query_tiles + own, shared)
                 cached = (layer * batch + b) * slots
-
-                for name, (start, width) in PIECES.items():
-                    piece = q_ref.at[at, pl.ds(start, width)]
-                    plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name, 0), shared["asked"])
 
                 # Not just SLOTS: for a constant, LLVM takes the first tiles out of the loop.
                 refill = first + jnp.minimum(steps, SLOTS)
@@ -192,31 +189,8 @@ def _kernel(
                     plgpu, group, shared, first=first, length=length, block=block, scale=scale,
                     interpreted=interpret is not None,
                 )  # fmt: skip
-                plgpu.barrier_wait(shared["asked"])
-                acc, top, total = compute.run(steps)
-                safe = jnp.where(total == 0.0, 1.0, total)
-                acc = acc * lax.broadcast_in_dim(1.0 / safe, (TILE, HALF), [0])
                 part = 0 if whole else split * batch
-                at = pl.ds(((part + b) * query_tiles + own) * TILE, TILE)
-
-                # Nobody needs the queries any more.
-                out = shared["q"]["halves"].at[0, group]
-                out[...] = acc.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(group * HALF, HALF)])
-                if not whole:
-
-                    @pl.when(group == 0)
-                    def _weights():
-                        weights_ref[0].at[at][...] = top + jnp.log(safe) * LOG2_E
-
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def pieces(*leading: int) -> dict[str, Any]:
-        transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        leading = leading or (1,)
-        shapes = {"halves": (*leading, 2, TILE, HALF), "rope": (*leading, TILE, ROPE)}
-        return {name: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for name, shape in shapes.items()}
+                finish(compute, steps, (part + b) * query_tiles + own, values_ref, *weights_ref)
 
     count = splits * batch * rows
     return plgpu.kernel(
@@ -232,18 +206,54 @@ def _kernel(
         kernel_name="mla_attention_mosaic",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        scratch_types=dict(
-            shared={
-                "q": pieces(),
-                "k": pieces(SLOTS),
-                MASK: plgpu.SMEM((SLOTS, TILE), jnp.bfloat16),
-                "asked": plgpu.Barrier(num_arrivals=len(PIECES)),
-                "full": plgpu.Barrier(num_barriers=barrier_of(MASK, SLOTS, 1)),
-                "free": plgpu.Barrier(num_barriers=len(PIECES) * SLOTS),
-                "met": plgpu.Barrier(num_arrivals=2),
-                "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
-                "sums": plgpu.SMEM((2, TILE), jnp.float32),
-                "ready": plgpu.Barrier(num_barriers=SLOTS),
-            },
-        ),
+        scratch_types=dict(shared={**scratch(plgpu), MASK: plgpu.SMEM((SLOTS, TILE), jnp.bfloat16)}),
     )
+
+
+def scratch(plgpu: Any) -> dict[str, Any]:
+    """What `Compute` needs of shared memory."""
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+
+    def pieces(leading: int) -> dict[str, Any]:
+        shapes = {"halves": (leading, 2, TILE, HALF), "rope": (leading, TILE, ROPE)}
+        return {name: plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for name, shape in shapes.items()}
+
+    return {
+        "q": pieces(1),
+        "k": pieces(SLOTS),
+        "asked": plgpu.Barrier(num_arrivals=len(PIECES)),
+        "full": plgpu.Barrier(num_barriers=barrier_of(MASK, SLOTS, 1)),
+        "free": plgpu.Barrier(num_barriers=len(PIECES) * SLOTS),
+        "met": plgpu.Barrier(num_arrivals=2),
+        "row": plgpu.SMEM((SLOTS, TILE), jnp.float32),
+        "sums": plgpu.SMEM((2, TILE), jnp.float32),
+        "ready": plgpu.Barrier(num_barriers=SLOTS),
+    }
+
+
+def copy_queries(plgpu: Any, q_ref: Any, tile: jax.Array, shared: dict[str, Any]) -> None:
+    """Begins to copy 64 rows of q [rows, C], which `finish` waits for."""
+    for name, (start, width) in PIECES.items():
+        piece = q_ref.at[pl.ds(tile * TILE, TILE), pl.ds(start, width)]
+        plgpu.copy_gmem_to_smem(piece, piece_of(shared["q"], name, 0), shared["asked"])
+
+
+def finish(compute: Compute, steps: jax.Array, tile: jax.Array, values_ref: Any, weights_ref: Any = None) -> None:
+    """Computes all tiles of keys and writes 64 rows of the parts, or of the result if there are no weights."""
+    plgpu, shared, group = compute.plgpu, compute.shared, compute.which
+    plgpu.barrier_wait(shared["asked"])
+    acc, top, total = compute.run(steps)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    acc = acc * lax.broadcast_in_dim(1.0 / safe, (TILE, HALF), [0])
+    at = pl.ds(tile * TILE, TILE)
+    out = shared["q"]["halves"].at[0, group]  # nobody needs the queries any more
+    out[...] = acc.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out, values_ref.at[at, pl.ds(group * HALF, HALF)])
+    if weights_ref is not None:
+
+        @pl.when(group == 0)
+        def _weights():
+            weights_ref.at[at][...] = top + jnp.log(safe) * LOG2_E
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -76,6 +76,10 @@ class Compute:
         self.plgpu.barrier_arrive(self.shared["met"])
         self.plgpu.barrier_wait(self.shared["met"])
 
+    def plain(self, steps: jax.Array) -> jax.Array:
+        """How many tiles may be taken in pairs."""
+        return plain_tiles(self.first, self.length, steps)
+
     def is_masked(self, step: jax.Array) -> jax.Array:
         return self.first + step >= self.length // TILE
 
@@ -102,8 +106,8 @@ class Compute:
         """
         return i & (self.length >> 31)
 
-    def scores(self, step: jax.Array, slot: Any, tail: bool, zero: jax.Array) -> jax.Array:
-        """float32 [64, 64] of a tile; of one that follows the pairs masked, if it needs it."""
+    def products(self, slot: Any, tail: bool, zero: jax.Array) -> jax.Array:
+        """float32 [64, 64]: queries times the keys of a tile."""
         plgpu, shared = self.plgpu, self.shared
         after = int(tail)
 
@@ -113,7 +117,12 @@ class Compute:
                 plgpu.wgmma(acc, piece_of(shared["q"], name, zero), piece_of(shared["k"], name, slot).transpose((1, 0)))
             return acc[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
+        return pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
+
+    def scores(self, step: jax.Array, slot: Any, tail: bool, zero: jax.Array) -> jax.Array:
+        """float32 [64, 64] of a tile; of one that follows the pairs masked, if it needs it."""
+        plgpu, shared = self.plgpu, self.shared
+        scores = self.products(slot, tail, zero)
 
         def mask_row():
             plgpu.barrier_wait(shared["full"].at[barrier_of(MASK, slot, 1)])
@@ -137,8 +146,8 @@ class Compute:
         """This half of a tile's values."""
         return self.shared["k"]["halves"].at[slot, self.which]
 
-    def clean(self, slot: Any) -> None:
-        """Zeros for what is not finite in this half of the values of a masked tile.
+    def clean(self, step: jax.Array, slot: Any) -> None:
+        """Zeros for what is not finite in this half of the values of a tile, if it is masked.
 
         No scores may need them any more. Rows that see what is not finite have it in their weights; for the others, and
         in rows of keys that do not count, weights of zero meet it.
@@ -146,14 +155,16 @@ class Compute:
         plgpu, values = self.plgpu, self.values(slot)
 
         # A few columns at a time, for registers; a loop, for instructions.
-        def clean(i, carry):
+        def columns(i, carry):
             part = values.at[pl.ds(0, TILE), pl.ds(i * ROPE, ROPE)]
             x = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
             part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
             return carry
 
-        lax.fori_loop(0, HALF // ROPE, clean, None)
-        plgpu.commit_smem()
+        @pl.when(self.is_masked(step))
+        def _clean():
+            lax.fori_loop(0, HALF // ROPE, columns, None)
+            plgpu.commit_smem()
 
     def weigh(self, scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(weights bf16 [64, 64], their sums, the new maxima, what older sums fade by)."""
@@ -200,7 +211,7 @@ class Compute:
 
         # Both must have read the keys before one warpgroup cleans them, or frees a piece for both.
         self.meet()
-        pl.when(self.is_masked(i))(lambda: self.clean(slot))
+        self.clean(i, slot)
         acc, _ = self.add(acc, fade, weights, slot)
         pl.when(self.which == 0)(lambda: self.release(slot, "left"))
         pl.when(self.which == 1)(lambda: self.release(slot, "rope", "right"))
@@ -213,7 +224,7 @@ class Compute:
         maxima to each other through shared memory; the second one weighs its scores while the values of the tile before
         are added. In all other tiles both compute all scores, half again as many products, and pass nothing.
         """
-        pairs = plain_tiles(self.first, self.length, steps) // 2
+        pairs = self.plain(steps) // 2
         acc, top, total = lax.cond(
             self.which == 0,
             lambda *carry: self.as_role(0).pairs(pairs, carry),

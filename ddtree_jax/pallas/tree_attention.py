@@ -18,6 +18,7 @@ from ddtree_jax.pallas.gqa_kernels import gqa_triton
 from ddtree_jax.pallas.gqa_mosaic import gqa_mosaic
 from ddtree_jax.pallas.mla_kernels import mla_selected_triton, mla_triton
 from ddtree_jax.pallas.mla_mosaic import mla_mosaic
+from ddtree_jax.pallas.mla_selected_mosaic import mla_selected_mosaic
 
 
 def _check_mla(q, cache, layer, lengths, new, *, rank: int) -> None:
@@ -185,6 +186,16 @@ def mla_attention_selected_triton(
     _check_mla(q, cache, layer, lengths, new, rank=rank)
     _check_selected(q, selected)
     return mla_selected_triton(q, cache, layer, lengths, new, selected, rank=rank, scale=scale, platform=platform)
+
+
+def mla_attention_selected_mosaic(
+    q: jax.Array, cache: jax.Array, layer: jax.Array, lengths: jax.Array, new: jax.Array, selected: jax.Array, *,
+    rank: int, scale: float, platform: Platform,
+) -> jax.Array:  # fmt: skip
+    """As `mla_attention_selected_reference`, for Hopper; bfloat16, multiples of 64 heads, rank 512."""
+    _check_mla(q, cache, layer, lengths, new, rank=rank)
+    _check_selected(q, selected)
+    return mla_selected_mosaic(q, cache, layer, lengths, new, selected, rank=rank, scale=scale, platform=platform)
 
 
 def _check_gqa(q, k_cache, v_cache, layer, lengths, new_k, new_v, mask) -> None:
