@@ -4,8 +4,9 @@
 
 For each pair: greedy tokens of some prompts in float32 with both (they must be equal; status 1 if not), then the
 median time of one `ddtree` round in bfloat16 with both (plain JAX without XLA's autotuning), and the kernels that the
-compiled round calls. `slice` is a random GLM-5 of true layer shapes (3 dense and 4 MoE layers, NVFP4 experts) with a
-random DFlash drafter; one of its prompts is longer than `index_topk`, so that the selection of keys runs.
+compiled round calls. `--only tokens` compiles all without autotuning, which takes minutes for plain JAX in float32.
+`slice` is a random GLM-5 of true layer shapes (3 dense and 4 MoE layers, NVFP4 experts) with a random DFlash drafter;
+one of its prompts is longer than `index_topk`, so that the selection of keys runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import os
 import re
 import statistics
 import sys
@@ -171,6 +173,8 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="also the longest kernels of a round with kernels")
     parser.add_argument("--json", help="also write the numbers here")
     args = parser.parse_args()
+    if args.only == "tokens":  # read when the first device is asked for
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}; operations: {', '.join(OPS)}")
     results = []
