@@ -1,10 +1,12 @@
 """The Mosaic kernel of latent attention over selected keys against float64, in Mosaic's interpreter and on a GPU.
 
-The interpreter cannot gather: there rows are gathered beforehand. What gathers is for the GPU tests.
+The interpreter cannot gather: there rows are gathered beforehand. Of what gathers, the addresses are checked here, the
+rest by the GPU tests.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, current_platform
-from ddtree_jax.pallas.mla_mosaic_compute import RANK, ROPE, Schedule
+from ddtree_jax.pallas.mla_gather import ATOM, FOURS, LINE, lines_of, row_of, source_of, target_of
+from ddtree_jax.pallas.mla_mosaic_compute import PIECES, RANK, ROPE, Schedule
 from ddtree_jax.pallas.mla_selected_mosaic import mla_selected_mosaic
 from ddtree_jax.pallas.tree_attention import mla_attention_selected_mosaic
 from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache
@@ -65,6 +68,23 @@ def run(arrays, *, splits=None, platform=None, races=True):
 def assert_close(out, want):
     for a, e in zip(out, want, strict=True):
         assert np.linalg.norm(a - e) <= 5e-3 * np.linalg.norm(e)
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_where_rows_are_gathered_to(name):
+    """Every 16 bytes of a piece once, where TMA puts them: tiles of 8 rows and 128 bytes, swizzled by the row."""
+    start, width = PIECES[name]
+    found = {}
+    for thread, four, line in itertools.product(range(128), range(FOURS), range(lines_of(name))):
+        into = target_of(thread, four, name) + line * ATOM
+        assert into not in found
+        found[into] = row_of(thread, four), source_of(thread, name) + line * LINE
+    lines = width // 64
+    for row, chunk in itertools.product(range(64), range(width // 8)):
+        line, inside = chunk // 8, chunk % 8
+        into = (row // 8 * lines + line) * 1024 + row % 8 * 128 + (inside ^ row % 8) * 16
+        assert found.pop(into) == (row, 2 * start + 16 * chunk)
+    assert not found
 
 
 @pytest.mark.parametrize("splits", [2, pytest.param(1, marks=pytest.mark.slow)])
