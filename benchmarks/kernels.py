@@ -26,9 +26,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ddtree_jax.errors import one_line
 from ddtree_jax.pallas import kernel_report, measure
 from ddtree_jax.pallas.backend import current_platform
+from ddtree_jax.pallas.cases.base import Case
 from ddtree_jax.pallas.cases.registry import Registry, load_registry
+from ddtree_jax.pallas.dispatch import REFERENCE
 from ddtree_jax.pallas.kernel_report import KernelReport, Row
 
 
@@ -54,29 +57,57 @@ def parse_args() -> argparse.Namespace:
 
 
 def kept_rows(args: argparse.Namespace) -> tuple[Row, ...]:
-    """Of the cases that an earlier run has finished, and found right."""
-    if not args.resume or not args.json or not pathlib.Path(args.json).exists():
+    """What an earlier run has written.
+
+    Raises:
+      ValueError: it is of other versions, or no report.
+    """
+    if not args.resume:
         return ()
-    given = json.loads(pathlib.Path(args.json).read_text())["rows"]
-    rows = [Row(**{**row, "error": None if row["error"] is None else float(row["error"])}) for row in given]
-    measured = {(row.op, row.case) for row in rows if row.us is not None}
-    again = {(row.op, row.case) for row in rows if row.status not in (kernel_report.OK, kernel_report.NOT_SERVED)}
-    return tuple(row for row in rows if (row.op, row.case) in measured - again)
+    if not args.json:
+        raise ValueError("--resume: got no --json FILE to go on with")
+    if not pathlib.Path(args.json).exists():
+        return ()
+    try:
+        report = json.loads(pathlib.Path(args.json).read_text())
+        rows = tuple(Row(**{**row, "error": row["error"] and float(row["error"])}) for row in report["rows"])
+        versions = report["versions"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--resume: got {args.json}, which is no report of this program: {one_line(error)}") from error
+    if versions != kernel_report.package_versions():
+        raise ValueError(f"--resume: got a report of {versions}; here are {kernel_report.package_versions()}")
+    return rows
 
 
 def select(args: argparse.Namespace) -> Registry:
-    """What is to be measured."""
+    """What is to be measured: cases that lack an implementation, a time, or a right answer."""
     registry = load_registry(args.ops).select(args.op, args.case)
-    kept = {(row.op, row.case) for row in args.kept}
-    return dataclasses.replace(
-        registry, cases=tuple(case for case in registry.cases if (case.op, case.name) not in kept)
-    )
+    done = {
+        (row.op, row.case, row.implementation)
+        for row in args.kept
+        if row.status == kernel_report.NOT_SERVED or row.status == kernel_report.OK and row.us is not None
+    }
+
+    def lacks(case: Case) -> bool:
+        names = [
+            name
+            for name in (*registry.ops[case.op].implementations, *map(kernel_report.BASELINE.__add__, case.baselines))
+            if not args.no_reference or name != REFERENCE and not name.startswith(kernel_report.BASELINE)
+        ]
+        return any((case.op, case.name, name) not in done for name in names)
+
+    return dataclasses.replace(registry, cases=tuple(filter(lacks, registry.cases)))
 
 
 def whole(args: argparse.Namespace, report: KernelReport) -> KernelReport:
-    """With the kept rows; in the order of the cases."""
+    """With the kept rows of cases that this run has not come to; in the order of the cases."""
     place = {(case.op, case.name): index for index, case in enumerate(load_registry(args.ops).cases)}
-    rows = sorted((*args.kept, *report.rows), key=lambda row: place.get((row.op, row.case), -1))
+    kept = {(row.op, row.case) for row in args.kept}
+    not_yet = kernel_report.NOT_SERVED, kernel_report.LEFT_OUT
+    fresh = {(row.op, row.case) for row in report.rows if row.status not in not_yet}
+    rows = [row for row in args.kept if (row.op, row.case) not in fresh]
+    rows += [row for row in report.rows if (row.op, row.case) in fresh or (row.op, row.case) not in kept]
+    rows.sort(key=lambda row: place.get((row.op, row.case), -1))  # stable
     return dataclasses.replace(report, rows=tuple(rows))
 
 
@@ -171,7 +202,7 @@ def main() -> int:
     try:
         args.kept = kept_rows(args)
         registry = select(args)
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         print(f"kernels.py: error: {error}", file=sys.stderr)
         return 2
     if args.list:

@@ -43,7 +43,7 @@ class Row:
       status: OK; WRONG: the error is above the tolerance; FAILED: it did not compile or run; NOT_SERVED: it says that
         it cannot serve the case here; LEFT_OUT: there was no time.
       detail: the reason for any other status than OK.
-      us, spread: time of a call, and (largest - smallest) / median of its repeats.
+      us, spread: time of a call, and (largest - smallest) / median of its repeats, if there were any.
       rate, unit: bytes or operations of the case over the time: "GB/s" where memory is the limit, else "TFLOP/s".
       share: of the limit: the least time that the device allows over the time.
       error: relative; None where the case has no exact answer.
@@ -71,7 +71,7 @@ class Row:
         remark = f"{self.status}: {self.detail}" if self.detail else self.status
         share = "-" if self.share is None else f"{100 * self.share:.0f} %"
         rate = "-" if self.rate is None else f"{self.rate:.4g} {self.unit}"
-        us = "-" if self.us is None else f"{self.us:.1f} +-{50 * (self.spread or 0.0):.0f} %"
+        us = number(self.us, ".1f") + ("" if self.spread is None else f" +-{50 * self.spread:.0f} %")
         return self.op, self.case, self.implementation, us, rate, share, number(self.error, ".1e"), remark
 
 

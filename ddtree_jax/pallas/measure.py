@@ -43,10 +43,10 @@ Run = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """us: median microseconds of a call. spread: (largest - smallest) / median of the repeats."""
+    """us: median microseconds of a call. spread: (largest - smallest) / median of the repeats; None: of one sample."""
 
     us: float
-    spread: float
+    spread: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Loop:
         return self(1, inputs, inputs.carried)[1][0]
 
     def time(self, inputs: Inputs, *, repeats: int = _REPEATS, sample_s: float = _SAMPLE_S) -> Timing:
-        """Slope between two trip counts. `inputs` of cases that carry are used up."""
+        """Slope between two trip counts, or one trip that takes seconds. `inputs` of cases that carry are used up."""
         carried = inputs.carried
 
         def seconds(trips: int) -> float:
@@ -160,7 +160,7 @@ class Loop:
         if one > _SLOW_S:  # a plain reference may take seconds a trip
             more, repeats = 1, min(repeats, round(_MOST_S / one / 3))
             if repeats < 2:
-                return Timing(one / self.plan.calls * 1e6, 0.0)
+                return Timing(one / self.plan.calls * 1e6, None)
         while one <= _SLOW_S and more < _MAX_TRIPS and seconds(1 + more) - seconds(1) < sample_s / 2:
             more *= 4
         samples = [(seconds(1 + more) - seconds(1)) / more / self.plan.calls for _ in range(repeats)]

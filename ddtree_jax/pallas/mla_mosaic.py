@@ -18,6 +18,7 @@ splits are merged by the Triton kernel that serves the other attention kernels; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ from ddtree_jax.pallas.split_attention import (
 _ALIGN = 8  # rows: the swizzled tiles that TMA copies; it would fill those of a tile cut in two with zeros
 
 
-def check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> None:
+def check(q: Any, rank: int, scale: float, platform: Platform) -> None:
     """NotImplementedError for what the kernels do not serve."""
     require_wgmma(platform)
     if q.dtype != jnp.bfloat16:
@@ -63,8 +64,6 @@ def check(q: Any, cache: Any, rank: int, scale: float, platform: Platform) -> No
         raise NotImplementedError(f"rank {rank} and rope {q.shape[-1] - rank}: {RANK} and {ROPE} only")
     if q.shape[2] % TILE or not q.shape[1]:
         raise NotImplementedError(f"{q.shape[1]} rows of {q.shape[2]} heads: a multiple of {TILE} heads only")
-    if cache.shape[2] % _ALIGN:
-        raise NotImplementedError(f"a cache of {cache.shape[2]} slots: a multiple of {_ALIGN} only")
     if scale <= 0:
         raise NotImplementedError(f"scale {scale}: maxima are taken before it")
 
@@ -78,7 +77,9 @@ def mla_mosaic(
     `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
     interpreted.
     """
-    check(q, cache, rank, scale, platform)
+    check(q, rank, scale, platform)
+    if cache.shape[2] % _ALIGN:
+        raise NotImplementedError(f"a cache of {cache.shape[2]} slots: a multiple of {_ALIGN} only")
     schedule = Schedule() if schedule is None else schedule
     b, t, heads, c = q.shape
     rows, block_tiles = t * heads, cdiv(t, TILE)
@@ -90,15 +91,25 @@ def mla_mosaic(
         scale=scale, interpret=mosaic_interpreter(platform, interpret),
     )  # fmt: skip
     block = _block_rows(new, mask, block_tiles)
-    values, *weights = run(
+    parts = run(
         layer.reshape(1), lengths, q.reshape(b * rows, c), cache.reshape(-1, c), block.reshape(-1, block.shape[-1])
     )
+    return joined(parts, lengths, q, splits, tiles, platform, block_tiles)
+
+
+def joined(
+    parts: tuple[jax.Array, ...], lengths: jax.Array, q: jax.Array, splits: int, tiles: Tiles, platform: Platform,
+    block_tiles: int,
+) -> jax.Array:  # fmt: skip
+    """[B, T, H, rank] of what a kernel of `launch` has written; lengths: of the keys that are split."""
+    values, *weights = parts
+    (b, t, heads, _), result = q.shape, (*q.shape[:3], RANK)
     if not weights:
-        return values.reshape(b, t, heads, RANK)
-    shape = parts_shape(splits, b, rows, RANK, values.dtype)
+        return values.reshape(result)
+    shape = parts_shape(splits, b, t * heads, RANK, values.dtype)
     parts = values.reshape(shape.values.shape), weights[0].reshape(shape.weights.shape)
     out = merge(lengths, parts, q.dtype, name="mla_merge", tiles=tiles, platform=platform, block_tiles=block_tiles)
-    return out.reshape(b, t, heads, RANK)
+    return out.reshape(result)
 
 
 def _block_rows(new, mask, block_tiles: int) -> jax.Array:
@@ -116,15 +127,14 @@ def _kernel(
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:  # fmt: skip
     """(layer [1], lengths [B], q [B * rows, C], cache [R * B * S, C], block of `_block_rows`) -> parts, or the result.
 
-    Parts are values, bfloat16 [splits * B * rows, rank], and weights, float32 [splits * B * rows]; those of splits
-    without tiles stay unwritten. Of one split there are values only, and they are the result.
+    Parts are those of `launch`.
     """
     # Where kernels are built only: it costs an import of a second that other platforms need not pay.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     query_tiles, block_tiles = block * heads // TILE, cdiv(block, TILE)
     whole = splits == 1
-    rows, block_rows = block * heads, block + -block % _ALIGN
+    block_rows = block + -block % _ALIGN
 
     def body(layer_ref, lengths_ref, q_ref, cache_ref, block_ref, values_ref, *weights_ref, shared):
         split, b = lax.axis_index("split"), lax.axis_index("batch")
@@ -192,21 +202,31 @@ def _kernel(
                 part = 0 if whole else split * batch
                 finish(compute, steps, (part + b) * query_tiles + own, values_ref, *weights_ref)
 
-    count = splits * batch * rows
+    shared = {MASK: plgpu.SMEM((SLOTS, TILE), jnp.bfloat16)}
+    return launch(plgpu, body, (query_tiles, splits, batch), "mla_attention_mosaic", shared, interpret)
+
+
+def launch(
+    plgpu: Any, body: Callable[..., None], grid: tuple[int, int, int], name: str, shared: dict[str, Any], interpret: Any
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """A kernel of three warpgroups that calls `finish`. grid: tiles of 64 queries of a sequence, splits, batch.
+
+    It gives parts: values, bfloat16 [splits * B * rows, rank], and weights, float32 [splits * B * rows]; those of
+    splits without tiles stay unwritten. Of one split there are values only, and they are the result.
+    """
+    count = math.prod(grid) * TILE
+    weights = [] if grid[1] == 1 else [jax.ShapeDtypeStruct((count,), jnp.float32)]
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((count, RANK), jnp.bfloat16),
-            *([] if whole else [jax.ShapeDtypeStruct((count,), jnp.float32)]),
-        ),
-        grid=(query_tiles, splits, batch),
+        out_type=(jax.ShapeDtypeStruct((count, RANK), jnp.bfloat16), *weights),
+        grid=grid,
         grid_names=("tile", "split", "batch"),
         num_threads=3,
         thread_name="group",
-        kernel_name="mla_attention_mosaic",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        scratch_types=dict(shared={**scratch(plgpu), MASK: plgpu.SMEM((SLOTS, TILE), jnp.bfloat16)}),
+        scratch_types=dict(shared={**scratch(plgpu), **shared}),
     )
 
 

@@ -18,10 +18,9 @@ from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import Platform, mosaic_interpreter
 from ddtree_jax.pallas.mla_gather import commit, gatherer, landed
-from ddtree_jax.pallas.mla_mosaic import check, copy_queries, finish, scratch
+from ddtree_jax.pallas.mla_mosaic import check, copy_queries, finish, joined, launch
 from ddtree_jax.pallas.mla_mosaic_compute import (
     PIECES,
-    RANK,
     SLOTS,
     TILE,
     Compute,
@@ -29,11 +28,11 @@ from ddtree_jax.pallas.mla_mosaic_compute import (
     barrier_of,
     piece_of,
 )
-from ddtree_jax.pallas.split_attention import Tiles, cdiv, merge, num_splits, parts_shape, split_range
+from ddtree_jax.pallas.split_attention import Tiles, cdiv, num_splits, split_range
 
 # The warpgroup that copies works out addresses, so it has more registers than that of `mla_mosaic`.
-_REGISTERS = (224, 56)
-_MOST_TILES = 32  # of a split: shared memory has room for the selection of no more
+SCHEDULE = Schedule(registers=(224, 56))
+MOST_TILES = 16  # of a split: shared memory has room for the selection of no more
 _NOTHING = -1  # of the rows to gather: 0 and up are rows of the cache, -2 and down of the block
 
 
@@ -46,16 +45,16 @@ def mla_selected_mosaic(
     `schedule` overrides the choice; `interpret` gives the parameters of Mosaic's interpreter where the platform is
     interpreted.
     """
-    check(q, cache, rank, scale, platform)
+    check(q, rank, scale, platform)
     if not selected.shape[2]:
         raise NotImplementedError("a selection of nothing")
-    schedule = Schedule(registers=_REGISTERS) if schedule is None else schedule
+    schedule = SCHEDULE if schedule is None else schedule
     b, t, heads, c = q.shape
     rows, count = t * heads, selected.shape[2]
     key_tiles = cdiv(count, TILE)
     tiles = Tiles(TILE, TILE, TILE, num_warps=4, num_stages=1, splits=schedule.splits)
     splits = num_splits(tiles, query_tiles=rows // TILE * b, key_tiles=key_tiles, platform=platform)
-    splits = max(splits, cdiv(key_tiles, _MOST_TILES))
+    splits = max(splits, cdiv(key_tiles, MOST_TILES))
     interpreter = mosaic_interpreter(platform, interpret)
     run = _kernel(
         batch=b, block=t, heads=heads, slots=cache.shape[2], count=count, splits=splits, tiles=tiles,
@@ -65,14 +64,8 @@ def mla_selected_mosaic(
     keys = (cache.reshape(-1, c), new.reshape(-1, c))
     if interpreter is not None:  # which cannot gather
         keys = (_gathered(cache, layer, lengths, new, chosen).reshape(-1, c),) * 2
-    values, *weights = run(layer.reshape(1), lengths, q.reshape(b * rows, c), *keys, chosen.reshape(-1, TILE))
-    if not weights:
-        return values.reshape(b, t, heads, RANK)
-    shape = parts_shape(splits, b, rows, RANK, values.dtype)
-    parts = values.reshape(shape.values.shape), weights[0].reshape(shape.weights.shape)
-    counts = jnp.full((b,), count, jnp.int32)
-    out = merge(counts, parts, q.dtype, name="mla_merge", tiles=tiles, platform=platform, block_tiles=0)
-    return out.reshape(b, t, heads, RANK)
+    parts = run(layer.reshape(1), lengths, q.reshape(b * rows, c), *keys, chosen.reshape(-1, TILE))
+    return joined(parts, jnp.full((b,), count, jnp.int32), q, splits, tiles, platform, block_tiles=0)
 
 
 def _gathered(cache, layer, lengths, new, chosen) -> jax.Array:
@@ -80,7 +73,8 @@ def _gathered(cache, layer, lengths, new, chosen) -> jax.Array:
     b, t, _ = chosen.shape
     slots = cache.shape[2]
     rows = jnp.concatenate([lax.dynamic_index_in_dim(cache, layer, keepdims=False), new], axis=1)
-    some = ((chosen >= 0) & (chosen < lengths[:, None, None])) | (chosen >= slots)
+    of_block = (chosen >= slots) & (chosen < rows.shape[1])
+    some = ((chosen >= 0) & (chosen < lengths[:, None, None])) | of_block
     taken = rows[jnp.arange(b, dtype=jnp.int32)[:, None, None], jnp.where(some, chosen, 0)]
     return jnp.where(some[..., None], taken, jnp.zeros((), taken.dtype))
 
@@ -106,13 +100,13 @@ def _kernel(
     scale: float, interpret: Any,
 ) -> Callable[..., tuple[jax.Array, ...]]:  # fmt: skip
     """(layer [1], lengths [B], q [B * rows, C], cache [R * B * S, C], new [B * T, C], chosen [B * T * tiles, 64]) ->
-    as the kernel of `mla_mosaic`. Interpreted, both arrays of keys are those of `_gathered`: a row for each of chosen.
+    parts of `launch`. Interpreted, both arrays of keys are those of `_gathered`: a row for each of chosen.
     """
     # Where kernels are built only: it costs an import of a second that other platforms need not pay.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     query_tiles, per_row = block * heads // TILE, heads // TILE
-    whole, rows, key_tiles = splits == 1, block * heads, cdiv(count, TILE)
+    whole, key_tiles = splits == 1, cdiv(count, TILE)
     most = min(max(cdiv(key_tiles, splits), tiles.min_tiles), key_tiles)  # tiles of a split
     gather = None if interpret is not None else gatherer(plgpu)
 
@@ -199,27 +193,10 @@ def _kernel(
                 part = 0 if whole else split * batch
                 finish(compute, steps, (part + b) * query_tiles + own, values_ref, *weights_ref)
 
-    total = splits * batch * rows
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((total, RANK), jnp.bfloat16),
-            *([] if whole else [jax.ShapeDtypeStruct((total,), jnp.float32)]),
-        ),
-        grid=(query_tiles, splits, batch),
-        grid_names=("tile", "split", "batch"),
-        num_threads=3,
-        thread_name="group",
-        kernel_name="mla_selected_mosaic",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-        scratch_types=dict(
-            shared={
-                **scratch(plgpu),
-                "chosen": plgpu.SMEM((most, TILE), jnp.int32),
-                "rows": plgpu.SMEM((SLOTS, TILE), jnp.int32),
-                "bias": plgpu.SMEM((SLOTS, TILE), jnp.float32),
-                "told": plgpu.Barrier(),
-            },
-        ),
-    )
+    shared = {
+        "chosen": plgpu.SMEM((most, TILE), jnp.int32),
+        "rows": plgpu.SMEM((SLOTS, TILE), jnp.int32),
+        "bias": plgpu.SMEM((SLOTS, TILE), jnp.float32),
+        "told": plgpu.Barrier(),
+    }
+    return launch(plgpu, body, (query_tiles, splits, batch), "mla_selected_mosaic", shared, interpret)

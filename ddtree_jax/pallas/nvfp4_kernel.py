@@ -57,7 +57,7 @@ def weights(words: jax.Array, scales: jax.Array, i: int, platform: Platform, arr
     body = _converted(register, i % 4) if arrangement == BYTES else shifted(register, i % 4)
     asm = f"""
     {{
-        .reg .b32 a, b, c;
+        .reg .b32 a, b;
         {body}
         mul.rn.bf16x2 $0, a, $3;
     }}

@@ -101,7 +101,10 @@ def kernel(
 
     u, across, depth, workers = units, schedule.across, schedule.depth, schedule.workers
     slots = units.slots(schedule, out_dtype)
-    assert slots and u.blocks % across == 0 and u.steps % depth == 0, (units, schedule)
+    if u.blocks % across or u.steps % depth:
+        raise ValueError(f"got {schedule}; {u.blocks} blocks and {u.steps} steps must be multiples of across and depth")
+    if not slots:
+        raise NotImplementedError(f"{u.rows} rows: two steps of {schedule} do not fit into shared memory")
     rounds, groups = u.steps // depth, u.blocks // across
     cores = min(max(platform.cores, 1), u.tiles * groups)
     unpack = unpacker(plgpu)

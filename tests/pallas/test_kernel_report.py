@@ -231,8 +231,9 @@ def test_the_benchmark_lists_and_refuses():
     assert done.returncode == 0
     names = "fast, hopper_only, reference, xla: einsum"
     assert done.stdout == f"toy_product: 4 rows: {names}\ntoy_product: 8 rows: {names}\n"
-    done = benchmark("--case", "nothing")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    for arguments in (("--case", "nothing"), ("--resume",), ("--resume", "--json", str(HERE / "toy_ops.py"))):
+        done = benchmark(*arguments)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.slow
@@ -246,19 +247,31 @@ def test_the_benchmark_measures(tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_goes_on_where_it_was_stopped(tmp_path):
     path = tmp_path / "k.json"
+
+    def resume(rows, *arguments, versions=None):
+        path.write_text(json.dumps({**first, "rows": rows, "versions": versions or first["versions"]}))
+        done = benchmark("--json", str(path), "--seed", "4", "--resume", *arguments)
+        return done, json.loads(path.read_text())["rows"]
+
     assert benchmark("--json", str(path), "--seed", "3").returncode == 0
     first = json.loads(path.read_text())
-    stopped = [dict(row) for row in first["rows"] if row["case"] != "a cache of 10"]
-    for row in stopped:
-        if row["case"] == "8 rows":
-            row.update(us=None, status="not served" if row["status"] == "not served" else "left out")
-    path.write_text(json.dumps({**first, "rows": stopped}))
-    assert benchmark("--json", str(path), "--seed", "4", "--resume").returncode == 0
-    then = json.loads(path.read_text())
-    assert [row["case"] for row in then["rows"]] == [row["case"] for row in first["rows"]]
-    same = [row == old for row, old in zip(then["rows"], first["rows"], strict=True)]
-    assert same[:4] == [True] * 4 and not any(row["us"] is None for row in then["rows"] if row["status"] == "ok")
-    assert not all(same[4:])
+    names = [(row["case"], row["implementation"]) for row in first["rows"]]
+    # One case is whole, one lacks an implementation, and one has not been begun.
+    given = [row for row in first["rows"] if row["case"] != "a cache of 10"]
+    given = [row for row in given if (row["case"], row["implementation"]) != ("8 rows", "fast")]
+    done, rows = resume(given)
+    assert done.returncode == 0 and [(row["case"], row["implementation"]) for row in rows] == names
+    assert rows[:4] == first["rows"][:4] and rows[4:] != first["rows"][4:]
+    # What is wrong stays in the file until it has been measured again.
+    wrong = [dict(row) for row in first["rows"]]
+    wrong[4].update(status="wrong", error="inf")
+    done, rows = resume(wrong, "--op", "toy_row")
+    assert done.returncode == 1 and [(row["case"], row["implementation"]) for row in rows] == names
+    assert rows[4]["status"] == "wrong"
+    done, rows = resume(wrong)
+    assert done.returncode == 0 and rows[:4] == first["rows"][:4] and rows[4]["status"] == "ok"
+    done, rows = resume(wrong, versions={"jax": "0.0"})
+    assert done.returncode == 2 and rows == wrong and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -112,11 +112,10 @@ def test_a_cache_is_handed_on_from_call_to_call():
     assert not re.search(r"f32\[10,8\]\S* copy\(", body_of(loop)), "the cache is copied"
 
 
-def test_the_time_is_the_slope_over_trips(monkeypatch):
-    """A clock that stands still but for 1 ms a program and 100 us a trip."""
-    now = [0.0]
+def time_with_clock(monkeypatch, trip_s):
+    """(timing, trip counts) by a clock that stands still but for 1 ms a program and `trip_s` a trip, of 4 calls."""
+    now, trips_seen = [0.0], []
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
-    trips_seen = []
 
     class Fake(measure.Loop):
         def __init__(self):
@@ -124,12 +123,23 @@ def test_the_time_is_the_slope_over_trips(monkeypatch):
 
         def __call__(self, trips, inputs, carried):
             trips_seen.append(trips)
-            now[0] += 1e-3 + 1e-4 * trips
+            now[0] += 1e-3 + trip_s * trips
             return carried, None
 
-    timing = Fake().time(measure.Inputs((), (), ()), repeats=3, sample_s=0.02)
+    return Fake().time(measure.Inputs((), (), ()), repeats=3, sample_s=0.02), trips_seen
+
+
+def test_the_time_is_the_slope_over_trips(monkeypatch):
+    timing, trips_seen = time_with_clock(monkeypatch, 1e-4)
     assert timing.us == pytest.approx(25.0) and timing.spread == pytest.approx(0.0, abs=1e-9)
     assert max(trips_seen) * 1e-4 >= 0.01
+
+
+def test_a_trip_of_seconds_is_a_sample(monkeypatch):
+    timing, trips_seen = time_with_clock(monkeypatch, 0.2)
+    assert timing.us == pytest.approx(5e4) and timing.spread is not None and max(trips_seen) == 2
+    timing, trips_seen = time_with_clock(monkeypatch, 4.0)
+    assert timing.us == pytest.approx(1e6, rel=1e-3) and timing.spread is None and trips_seen == [1, 1]
 
 
 def test_a_longer_call_takes_longer():

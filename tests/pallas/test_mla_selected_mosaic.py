@@ -16,24 +16,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, current_platform
 from ddtree_jax.pallas.mla_gather import ATOM, FOURS, LINE, lines_of, row_of, source_of, target_of
-from ddtree_jax.pallas.mla_mosaic_compute import PIECES, RANK, ROPE, Schedule
-from ddtree_jax.pallas.mla_selected_mosaic import mla_selected_mosaic
+from ddtree_jax.pallas.mla_mosaic_compute import PIECES, RANK, ROPE
+from ddtree_jax.pallas.mla_selected_mosaic import SCHEDULE, mla_selected_mosaic
 from ddtree_jax.pallas.tree_attention import mla_attention_selected_mosaic
 from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache
 
 HEADS = 64
 
 
-def make(lengths, t, slots, count):
+def make(lengths, t, slots, count, heads=HEADS):
     """Selections in no order, of the prefix, of the block and of nothing; the rest of them are slots beyond lengths."""
     rng, b = np.random.default_rng(), len(lengths)
     cache = draw_cache(rng, lengths, slots, RANK + ROPE)
     selected = np.full((b, t, count), -1, np.int32)
     for i, row in np.ndindex(b, t):
         columns = rng.permutation(slots + t)[:count]
-        columns[rng.random(len(columns)) < 0.1] = -1
+        columns[rng.random(len(columns)) < 0.1] = rng.choice([-1, -7, slots + t, 1 << 30])  # all of them nothing
         selected[i, row, : len(columns)] = columns
-    arrays = draw(rng, b, t, HEADS, RANK + ROPE), cache, np.asarray(lengths, np.int32)
+    arrays = draw(rng, b, t, heads, RANK + ROPE), cache, np.asarray(lengths, np.int32)
     return *arrays, draw(rng, b, t, RANK + ROPE), selected
 
 
@@ -43,7 +43,8 @@ def exact(q, cache, lengths, new, selected):
     slots, out = cache.shape[2], np.zeros((*q.shape[:3], RANK))
     for i, row in np.ndindex(q.shape[:2]):
         chosen = selected[i, row]
-        of_prefix, of_block = chosen[(chosen >= 0) & (chosen < lengths[i])], chosen[chosen >= slots] - slots
+        of_prefix = chosen[(chosen >= 0) & (chosen < lengths[i])]
+        of_block = chosen[(chosen >= slots) & (chosen < slots + q.shape[1])] - slots
         rows = np.concatenate([cache[LAYER, i, of_prefix], new[i, of_block]])
         if len(rows):
             scores = q[i, row] @ rows.T * SCALE
@@ -55,7 +56,7 @@ def exact(q, cache, lengths, new, selected):
 def run(arrays, *, splits=None, platform=None, races=True):
     if platform is None:
         platform = dataclasses.replace(INTERPRETED, cores=4)
-    options = {} if splits is None else {"schedule": Schedule(splits=splits, registers=(224, 56))}
+    options = {"schedule": dataclasses.replace(SCHEDULE, splits=splits)}
     if platform.interpret:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=races)
     call = functools.partial(mla_selected_mosaic, rank=RANK, scale=SCALE, platform=platform, **options)
@@ -99,6 +100,12 @@ def test_against_float64(splits):
 def test_selections_of_any_size(count, splits):
     arrays = make((0, 1, 400), 2, 512, count)
     assert_close(run(arrays, splits=splits), exact(*arrays))
+
+
+@pytest.mark.slow
+def test_two_tiles_of_heads():
+    arrays = make((100, 3), 2, 104, 70, heads=2 * HEADS)
+    assert_close(run(arrays, splits=1), exact(*arrays))
 
 
 def rows_that_are_not_finite(run):
@@ -145,6 +152,12 @@ def test_what_is_refused():
 def test_selections_on_the_gpu(t, count, splits):
     arrays = make((0, 1, 2000), t, 2048, count)
     assert_close(run(arrays, splits=splits, platform=current_platform()), exact(*arrays))
+
+
+@pytest.mark.gpu
+def test_two_tiles_of_heads_on_the_gpu():
+    arrays = make((100, 3), 2, 104, 70, heads=2 * HEADS)
+    assert_close(run(arrays, platform=current_platform()), exact(*arrays))
 
 
 @pytest.mark.gpu

@@ -247,6 +247,21 @@ def test_what_is_refused():
             ask(rows)
 
 
+def test_schedules_that_are_refused():
+    def ask(rows, schedule):
+        specs = spec((rows, 512), BF16), weight_specs(FRAGMENTS)
+        call = functools.partial(nvfp4_matmul_mosaic, out_dtype=BF16, platform=H200, schedule=schedule)
+        jax.eval_shape(call, *specs)
+
+    for schedule in (Schedule(3), Schedule(1, 3)):
+        with pytest.raises(ValueError, match="2 blocks and 2 steps must be multiples of across and depth"):
+            ask(8, schedule)
+    with pytest.raises(NotImplementedError, match="64 rows: two steps of .* do not fit"):
+        ask(64, Schedule(2, 2))
+    with pytest.raises(ValueError, match="slots from 2 on"):
+        Schedule(1, slots=1)
+
+
 def test_what_hopper_takes():
     """Fragments: Mosaic, or plain JAX where it cannot; other layouts: Triton. No other GPU tries Mosaic."""
     assert OP.names(H200) == OPS["moe"].names(H200) == ("mosaic", "triton", "reference")
