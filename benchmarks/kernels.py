@@ -31,7 +31,6 @@ from ddtree_jax.pallas import kernel_report, measure
 from ddtree_jax.pallas.backend import current_platform
 from ddtree_jax.pallas.cases.base import Case
 from ddtree_jax.pallas.cases.registry import Registry, load_registry
-from ddtree_jax.pallas.dispatch import REFERENCE
 from ddtree_jax.pallas.kernel_report import KernelReport, Row
 
 
@@ -89,11 +88,7 @@ def select(args: argparse.Namespace) -> Registry:
     }
 
     def lacks(case: Case) -> bool:
-        names = [
-            name
-            for name in (*registry.ops[case.op].implementations, *map(kernel_report.BASELINE.__add__, case.baselines))
-            if not args.no_reference or name != REFERENCE and not name.startswith(kernel_report.BASELINE)
-        ]
+        names = kernel_report.names_of(registry, case, not args.no_reference)
         return any((case.op, case.name, name) not in done for name in names)
 
     return dataclasses.replace(registry, cases=tuple(filter(lacks, registry.cases)))
@@ -207,10 +202,7 @@ def main() -> int:
         return 2
     if args.list:
         for case in registry.cases:
-            names = [
-                *registry.ops[case.op].implementations,
-                *(kernel_report.BASELINE + name for name in case.baselines),
-            ]
+            names = kernel_report.names_of(registry, case, reference=True)
             print(f"{case.op}: {case.name}: {', '.join(names)}")
         return 0
     if args.processes > 1:

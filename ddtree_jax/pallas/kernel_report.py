@@ -273,14 +273,20 @@ def _measure_row(
     return exact
 
 
+def names_of(registry: Registry, case: Case, reference: bool) -> list[str]:
+    """What a case is measured with: implementations, and with `reference` that and the baselines."""
+    names = [name for _, name in dataclasses.replace(registry, cases=(case,)).pairs(reference=reference)]
+    return names + [BASELINE + name for name in case.baselines if reference]
+
+
 def _runs(registry: Registry, platform: Platform, reference: bool) -> Iterator[tuple[int, str, measure.Run]]:
     for index, case in enumerate(registry.cases):
-        one = dataclasses.replace(registry, cases=(case,))
-        for _, name in one.pairs(reference=reference):
-            yield index, name, _bound(registry.ops[case.op].implementations[name], platform, case)
-        if reference:
-            for name, run in case.baselines.items():
-                yield index, BASELINE + name, run.run if isinstance(run, Baseline) else run
+        for name in names_of(registry, case, reference):
+            if name.startswith(BASELINE):
+                run = case.baselines[name.removeprefix(BASELINE)]
+                yield index, name, run.run if isinstance(run, Baseline) else run
+            else:
+                yield index, name, _bound(registry.ops[case.op].implementations[name], platform, case)
 
 
 def _case_of(case: Case, implementation: str) -> Case:

@@ -83,9 +83,7 @@ def mla_mosaic(
     schedule = Schedule() if schedule is None else schedule
     b, t, heads, c = q.shape
     rows, block_tiles = t * heads, cdiv(t, TILE)
-    tiles = Tiles(TILE, TILE, TILE, num_warps=4, num_stages=1, splits=schedule.splits)
-    key_tiles = cdiv(cache.shape[2], TILE) + block_tiles
-    splits = num_splits(tiles, query_tiles=rows // TILE * b, key_tiles=key_tiles, platform=platform)
+    tiles, splits = cut(q, cdiv(cache.shape[2], TILE) + block_tiles, schedule, platform)
     run = _kernel(
         batch=b, block=t, heads=heads, slots=cache.shape[2], splits=splits, tiles=tiles, schedule=schedule,
         scale=scale, interpret=mosaic_interpreter(platform, interpret),
@@ -95,6 +93,13 @@ def mla_mosaic(
         layer.reshape(1), lengths, q.reshape(b * rows, c), cache.reshape(-1, c), block.reshape(-1, block.shape[-1])
     )
     return joined(parts, lengths, q, splits, tiles, platform, block_tiles)
+
+
+def cut(q: jax.Array, key_tiles: int, schedule: Schedule, platform: Platform) -> tuple[Tiles, int]:
+    """The tiles, and how many splits of the keys there are."""
+    tiles = Tiles(TILE, TILE, TILE, num_warps=4, num_stages=1, splits=schedule.splits)
+    query_tiles = math.prod(q.shape[:3]) // TILE
+    return tiles, num_splits(tiles, query_tiles=query_tiles, key_tiles=key_tiles, platform=platform)
 
 
 def joined(

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from ddtree_jax.pallas.backend import Platform, mosaic_interpreter
 from ddtree_jax.pallas.mla_gather import commit, gatherer, landed
-from ddtree_jax.pallas.mla_mosaic import check, copy_queries, finish, joined, launch
+from ddtree_jax.pallas.mla_mosaic import check, copy_queries, cut, finish, joined, launch
 from ddtree_jax.pallas.mla_mosaic_compute import (
     PIECES,
     SLOTS,
@@ -28,7 +28,7 @@ from ddtree_jax.pallas.mla_mosaic_compute import (
     barrier_of,
     piece_of,
 )
-from ddtree_jax.pallas.split_attention import Tiles, cdiv, num_splits, split_range
+from ddtree_jax.pallas.split_attention import Tiles, cdiv, split_range
 
 # The warpgroup that copies works out addresses, so it has more registers than that of `mla_mosaic`.
 SCHEDULE = Schedule(registers=(224, 56))
@@ -52,8 +52,7 @@ def mla_selected_mosaic(
     b, t, heads, c = q.shape
     rows, count = t * heads, selected.shape[2]
     key_tiles = cdiv(count, TILE)
-    tiles = Tiles(TILE, TILE, TILE, num_warps=4, num_stages=1, splits=schedule.splits)
-    splits = num_splits(tiles, query_tiles=rows // TILE * b, key_tiles=key_tiles, platform=platform)
+    tiles, splits = cut(q, key_tiles, schedule, platform)
     splits = max(splits, cdiv(key_tiles, MOST_TILES))
     interpreter = mosaic_interpreter(platform, interpret)
     run = _kernel(
@@ -106,7 +105,7 @@ def _kernel(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     query_tiles, per_row = block * heads // TILE, heads // TILE
-    whole, key_tiles = splits == 1, cdiv(count, TILE)
+    key_tiles = cdiv(count, TILE)
     most = min(max(cdiv(key_tiles, splits), tiles.min_tiles), key_tiles)  # tiles of a split
     gather = None if interpret is not None else gatherer(plgpu)
 
@@ -190,8 +189,7 @@ def _kernel(
                     plgpu, group, shared, first=first, length=length, block=block, scale=scale,
                     interpreted=interpret is not None,
                 )  # fmt: skip
-                part = 0 if whole else split * batch
-                finish(compute, steps, (part + b) * query_tiles + own, values_ref, *weights_ref)
+                finish(compute, steps, (split * batch + b) * query_tiles + own, values_ref, *weights_ref)
 
     shared = {
         "chosen": plgpu.SMEM((most, TILE), jnp.int32),

@@ -28,3 +28,17 @@ def draw_trees(rng, batch, t):
                 tree[row] = tree[rng.integers(0, row)]
             tree[row, row] = True
     return mask
+
+
+def attended(q, rows, rank):
+    """float64 [H, rank]: latent attention of queries [H, C] over rows [M, C]; zeros where there are none."""
+    if not len(rows):
+        return np.zeros((len(q), rank))
+    scores = q @ rows.T * SCALE
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ rows[:, :rank]
+
+
+def assert_close(out, want, tolerance=5e-3):
+    for a, e in zip(out, want, strict=True):
+        assert np.linalg.norm(a - e) <= tolerance * np.linalg.norm(e)

@@ -18,6 +18,7 @@ from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
 from ddtree_jax.pallas.gqa_mosaic import cut, gqa_mosaic
 from ddtree_jax.pallas.gqa_mosaic_compute import Schedule, Sizes
+from tests.pallas import mosaic_inputs
 from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache, draw_trees
 
 WIDTH = 128
@@ -68,9 +69,7 @@ def run(arrays, schedule=None, *, races=True, cores=4):
     return call(arrays, schedule, platform, interpret=plgpu.InterpretGPUParams(detect_races=races))
 
 
-def assert_close(out, want):
-    for a, e in zip(out, want, strict=True):
-        assert np.linalg.norm(a - e) <= 6e-3 * np.linalg.norm(e)
+assert_close = functools.partial(mosaic_inputs.assert_close, tolerance=6e-3)
 
 
 @pytest.mark.parametrize(("t", "splits"), [(9, 2), (17, 1)])

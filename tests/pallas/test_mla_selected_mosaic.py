@@ -19,7 +19,7 @@ from ddtree_jax.pallas.mla_gather import ATOM, FOURS, LINE, lines_of, row_of, so
 from ddtree_jax.pallas.mla_mosaic_compute import PIECES, RANK, ROPE
 from ddtree_jax.pallas.mla_selected_mosaic import SCHEDULE, mla_selected_mosaic
 from ddtree_jax.pallas.tree_attention import mla_attention_selected_mosaic
-from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, draw, draw_cache
+from tests.pallas.mosaic_inputs import LAYER, LAYERS, SCALE, assert_close, attended, draw, draw_cache
 
 HEADS = 64
 
@@ -46,10 +46,7 @@ def exact(q, cache, lengths, new, selected):
         of_prefix = chosen[(chosen >= 0) & (chosen < lengths[i])]
         of_block = chosen[(chosen >= slots) & (chosen < slots + q.shape[1])] - slots
         rows = np.concatenate([cache[LAYER, i, of_prefix], new[i, of_block]])
-        if len(rows):
-            scores = q[i, row] @ rows.T * SCALE
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[i, row] = weights / weights.sum(-1, keepdims=True) @ rows[:, :RANK]
+        out[i, row] = attended(q[i, row], rows, RANK)
     return out
 
 
@@ -64,11 +61,6 @@ def run(arrays, *, splits=None, platform=None, races=True):
     out = jax.jit(call)(q, cache, jnp.int32(LAYER), lengths, new, selected)
     assert out.shape == (*q.shape[:3], RANK) and out.dtype == jnp.bfloat16
     return np.asarray(out, np.float64)
-
-
-def assert_close(out, want):
-    for a, e in zip(out, want, strict=True):
-        assert np.linalg.norm(a - e) <= 5e-3 * np.linalg.norm(e)
 
 
 @pytest.mark.parametrize("name", PIECES)
