@@ -35,7 +35,7 @@ from ddtree_jax.models.layers import (
     select_top_k,
     truncated_init,
 )
-from ddtree_jax.models.linear import Linear, SwiGLU, WholeParam, below, merge_layer, split_stack
+from ddtree_jax.models.linear import LayerHeads, Linear, SwiGLU, WholeParam, below, merge_layer, split_stack
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.sharding import partition, replicate, target_dims
 from ddtree_jax.pallas.choice import KernelChoice
@@ -226,6 +226,20 @@ class MLA(nnx.Module):
         out = einsum("bhtc,chv->bthv", total.reshape(b, self.heads, t, self.rank), self.v_b[...])
         return out.reshape(b, t, -1)
 
+    def into_latents(self, q_nope: jax.Array) -> jax.Array:
+        """[B, T, H, nope] -> [B, T, H, rank]: queries for the latents themselves."""
+        if isinstance(self.k_b, LayerHeads):
+            return self.k_b.multiply(q_nope, transposed=True)
+        return einsum("bthn,chn->bthc", q_nope, self.k_b[...])
+
+    def out_of_latents(self, mixed: jax.Array) -> jax.Array:
+        """[B, T, H, rank], weighted sums of latents -> [B, T, H * v]."""
+        if isinstance(self.v_b, LayerHeads):
+            out = self.v_b.multiply(mixed, transposed=False)
+        else:
+            out = einsum("bthc,chv->bthv", mixed, self.v_b[...])
+        return out.reshape(*out.shape[:2], -1)
+
     def attend_expanded(
         self, q_nope: jax.Array, q_rope: jax.Array, context: jax.Array | None, latent: jax.Array, mask: jax.Array
     ) -> jax.Array:
@@ -302,15 +316,14 @@ class Attention(nnx.Module):
         block: _Block,
     ) -> jax.Array:
         mla = self.mla
-        q = jnp.concatenate([einsum("bthn,chn->bthc", q_nope, mla.k_b[...]), q_rope], axis=-1)
+        q = jnp.concatenate([mla.into_latents(q_nope), q_rope], axis=-1)
         args, sizes = (q, past.rows, past.layer, block.lengths, latent), {"rank": mla.rank, "scale": mla.scale}
         sizes["specs"] = mla_specs(q, self.kernels.mesh)
         if block.use_indexer:
             mixed = self.kernels.run("mla_attention_selected", *args, selection, **sizes)
         else:
             mixed = self.kernels.run("mla_attention", *args, block.mask, **sizes)
-        out = einsum("bthc,chv->bthv", mixed, mla.v_b[...])
-        return out.reshape(*out.shape[:2], -1)
+        return mla.out_of_latents(mixed)
 
     def _select(
         self, qr: jax.Array, x: jax.Array, context: dict[str, Any] | None, keys: jax.Array, block: _Block

@@ -58,6 +58,14 @@ def mla_specs(q: jax.Array, mesh: AnyMesh) -> Specs | None:
     return Specs((P(batch, None, heads), P(None, batch), P(), *[P(batch)] * 3), P(batch, None, heads))
 
 
+def heads_specs(batch: int, heads: str | None, mesh: AnyMesh) -> Specs | None:
+    """Of `layer_heads_matmul`. heads: the mesh axis of the weights' heads."""
+    if mesh is None:
+        return None
+    rows = P(_batch_axis(batch, mesh), None, heads)
+    return Specs((rows, P(None, None, heads), P()), rows)
+
+
 def gqa_specs(batch: int, mesh: AnyMesh) -> Specs | None:
     """Of `gqa_attention`: all heads on every device, as their cache is; a slice of it for each call would be a copy."""
     if mesh is None:

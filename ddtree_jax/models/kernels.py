@@ -15,8 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.folders import Opened, drafter_sharding, target_sharding
-from ddtree_jax.models.linear import GridKernel, LayerKernel, Linear, PackedKernel, grid_specs, kernel_arrays
-from ddtree_jax.models.moe import MoE
+from ddtree_jax.models.glm5 import MLA
+from ddtree_jax.models.linear import (
+    GridKernel,
+    LayerHeads,
+    LayerKernel,
+    Linear,
+    PackedKernel,
+    grid_specs,
+    kernel_arrays,
+)
+from ddtree_jax.models.moe import MoE, bfloat16_terms
 from ddtree_jax.models.quant import dequantise
 from ddtree_jax.models.sharding import PACKED_LEAVES
 from ddtree_jax.pallas.choice import KernelChoice
@@ -64,6 +73,16 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False, packed
         if isinstance(node, MoE) and isinstance(node.gate_up, PackedKernel) and isinstance(node.down, PackedKernel):
             node.gate_up = lay(node.gate_up, (*path, "gate_up"), _BY_WIDTH if node.dense else _BY_EXPERT)
             node.down = lay(node.down, (*path, "down"), _DOWN)
+        if isinstance(node, MoE) and node.router.ndim == 3 and model.dtype == jnp.bfloat16:
+            terms = jax.jit(bfloat16_terms)(node.router[...])
+            node.router = LayerKernel(terms, _indices(terms.shape[0], model.mesh), choice)
+        if isinstance(node, MLA):
+            for name in ("k_b", "v_b"):
+                values = getattr(node, name)[...]
+                if values.ndim == 4:  # of stacked layers
+                    heads = None if place is None else _axes(place, (*path, name), values)[2]
+                    own = LayerHeads(values, _indices(values.shape[0], model.mesh), choice, heads)
+                    setattr(node, name, own)
         if hasattr(node, "kernels"):
             node.kernels = choice
     graphdef, params = nnx.split(module)
@@ -74,8 +93,11 @@ Place = Callable[[tuple, tuple[int, ...]], NamedSharding]
 
 
 def leaves_on_kernels(opened: Opened) -> dict[tuple, jax.ShapeDtypeStruct]:
-    """`Opened.leaves` with those that `with_kernels` unpacks as it unpacks them; the others as they are."""
+    """`Opened.leaves` with those that `with_kernels` unpacks or takes apart as it does; the others as they are."""
     leaves = opened.leaves
+    for path in [path for path in leaves if path[-1] == "router" and _lead(path) and opened.dtype == jnp.bfloat16]:
+        terms = jax.eval_shape(bfloat16_terms, leaves[path])
+        leaves[path] = jax.ShapeDtypeStruct(terms.shape, terms.dtype, sharding=leaves[path].sharding)
     for path in [path for path in leaves if path[-2:] == ("kernel", "codes")]:
         codes = leaves[path]
         if _part_size(path, codes.shape, opened.shard) < PACKED_FROM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ddtree_jax.models.kernel_specs import product_specs
+from ddtree_jax.models.kernel_specs import heads_specs, product_specs
 from ddtree_jax.models.layers import einsum, truncated_init
 from ddtree_jax.models.quant import E2M1_VALUES, GROUP, dequantise
 from ddtree_jax.pallas.choice import KernelChoice, Specs
@@ -146,6 +147,28 @@ class LayerKernel(nnx.Module):
         specs = product_specs(PartitionSpec(None, *self.axes), self.axes[0], self.axes[1:])
         y = _run_product(self.choice, specs, ("layer_matmul", rows, values, layer), out_dtype or x.dtype)
         return y.reshape(*x.shape[:-1], *y.shape[1:])
+
+
+class LayerHeads(nnx.Module):
+    """A matrix a head of stacked layers [R, rank, H, width], read in place; made by `kernels.with_kernels`.
+
+    layer: int32[R], each layer's own index, in a loop over layers a scalar.
+    axis: the mesh axis of the heads; None: not split.
+    """
+
+    def __init__(self, values: jax.Array, layer: jax.Array, choice: KernelChoice, axis: str | None = None):
+        self.values, self.layer = WholeParam(values), LayerIndex(layer)
+        self.choice, self.axis = choice, axis
+
+    def __getitem__(self, whole: EllipsisType) -> jax.Array:
+        """[rank, H, width], as of the parameter of a layer: a copy."""
+        return jax.lax.dynamic_index_in_dim(self.values[...], self.layer[...], keepdims=False)[whole]
+
+    def multiply(self, x: jax.Array, *, transposed: bool) -> jax.Array:
+        """[B, T, H, rank] -> [B, T, H, width], or back where transposed."""
+        specs = heads_specs(x.shape[0], self.axis, self.choice.mesh)
+        args = (x, self.values[...], self.layer[...])
+        return self.choice.run("layer_heads_matmul", *args, specs=specs, transposed=transposed)
 
 
 Kernel = nnx.Param | PackedKernel | GridKernel | LayerKernel

@@ -8,6 +8,7 @@ from ddtree_jax.pallas import commit_rows as commit
 from ddtree_jax.pallas import (
     index_select,
     indexer,
+    layer_heads_matmul,
     layer_matmul,
     moe,
     nvfp4_matmul,
@@ -54,6 +55,13 @@ OPS: dict[str, Op] = {
             {TRITON: layer_matmul.layer_matmul_triton, REFERENCE: layer_matmul.layer_matmul_reference},
         ),
         _op(
+            "layer_heads_matmul",
+            {
+                TRITON: layer_heads_matmul.layer_heads_matmul_triton,
+                REFERENCE: layer_heads_matmul.layer_heads_matmul_reference,
+            },
+        ),
+        _op(
             "moe",
             {TRITON: moe.moe_triton, MOSAIC: moe.moe_mosaic, REFERENCE: moe.moe_reference},
             own={HOPPER: (MOSAIC, TRITON)},
@@ -71,9 +79,10 @@ OPS: dict[str, Op] = {
             "mla_attention_selected",
             {
                 TRITON: tree_attention.mla_attention_selected_triton,
-                MOSAIC: tree_attention.mla_attention_selected_mosaic,  # has never run: only when named
+                MOSAIC: tree_attention.mla_attention_selected_mosaic,
                 REFERENCE: tree_attention.mla_attention_selected_reference,
             },
+            own={HOPPER: (MOSAIC, TRITON)},
         ),
         _op(
             "gqa_attention",

@@ -53,6 +53,16 @@ class Mla(NamedTuple):
 GLM5_MLA = Mla(64, 512, 64, 256**-0.5)
 
 
+class Heads(NamedTuple):
+    """A matrix [rank, width] a head; transposed: what is multiplied with is its transpose."""
+
+    width: int
+    transposed: bool
+
+
+GLM5_HEADS = {"k_b": Heads(192, True), "v_b": Heads(256, False)}
+
+
 class Gqa(NamedTuple):
     heads: int
     kv_heads: int

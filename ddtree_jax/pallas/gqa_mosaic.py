@@ -206,7 +206,7 @@ def _kernel(
             plgpu.barrier_wait(shared["asked"])
             compute = Compute(
                 plgpu, group, shared, schedule, scale, interpret is not None,
-                alone=alone, first=first, length=length, start_of=start_of,
+                held=s.row_tiles > 2, alone=alone, first=first, length=length, start_of=start_of,
             )  # fmt: skip
             acc, weight = compute.normalised(*compute.run(steps))
             part = jnp.where(alone, 2 * split + group, split)

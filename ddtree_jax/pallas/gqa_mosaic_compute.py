@@ -84,13 +84,16 @@ class Compute:
 
     def __init__(
         self, plgpu, which: jax.Array, shared, schedule: Schedule, scale: float, interpreted: bool, *,
-        alone: jax.Array, first, length, start_of,
+        held: bool, alone: jax.Array, first, length, start_of,
     ):  # fmt: skip
+        """held: the queries stay in registers, for shared memory to be read less."""
         self.plgpu, self.which, self.shared = plgpu, which, shared
         self.schedule, self.interpreted = schedule, interpreted
         self.factor = scale * LOG2_E
         self.alone, self.first, self.length, self.start_of = alone, first, length, start_of
         self.q = shared["q"].at[which]
+        if held and not interpreted:  # Mosaic's interpreter has no operands in registers.
+            self.q = plgpu.load(self.q, layout=plgpu.Layout.WGMMA)
         self.across, self.down = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
     def run(self, steps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

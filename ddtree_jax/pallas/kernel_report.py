@@ -109,8 +109,8 @@ class KernelReport:
         return f"{self.device['name']} ({self.device['generation']}), {versions}, {self.date}"
 
     def _limits(self) -> str:
-        copy, matmul = self.limits.copy / 1e9, self.limits.matmul / 1e12
-        return f"copy {copy:.0f} GB/s, bfloat16 product {matmul:.0f} TFLOP/s, seed {self.seed}"
+        copy, matmul, launch = self.limits.copy / 1e9, self.limits.matmul / 1e12, self.limits.launch * 1e6
+        return f"copy {copy:.0f} GB/s, bfloat16 product {matmul:.0f} TFLOP/s, launch {launch:.1f} us, seed {self.seed}"
 
     def text(self) -> str:
         cells = [self.HEADER, *(row.cells() for row in self.rows)]

@@ -51,10 +51,15 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the device gives: bytes a second of a copy (read + written), operations a second of a bfloat16 product."""
+    """What the device gives.
+
+    copy: bytes a second of a copy, read and written. matmul: operations a second of a bfloat16 product. launch: seconds
+    of a kernel with next to nothing to do, one behind the other as `Loop` has them; `seconds` leaves it out.
+    """
 
     copy: float
     matmul: float
+    launch: float
 
     def seconds(self, case: Case) -> float:
         """No call of this case can take less."""
@@ -274,7 +279,7 @@ def traced_times_by_device(call: Callable[[int], Any], *, repeats: int) -> dict[
 
 
 def measure_limits(*, copy_bytes: int | None = None, matmul_size: int | None = None) -> Limits:
-    """Of the default device: a copy of `copy_bytes`, and a square bfloat16 product. None: sizes for the device."""
+    """Of the default device, with a copy of `copy_bytes` and a square product. None: sizes for the device."""
     on_gpu = jax.default_backend() == "gpu"
     elements = (copy_bytes or (2**30 if on_gpu else 2**26)) // 4
     n = matmul_size or (8192 if on_gpu else 512)
@@ -294,9 +299,13 @@ def measure_limits(*, copy_bytes: int | None = None, matmul_size: int | None = N
     key = jax.random.key(0)
     copy = Loop(lambda x: (x + 1,), copying, one)
     matmul = Loop(lambda w, x: (x @ w,), product, one)
+    nothing = Case("limits", "launch", lambda key: (jax.random.normal(key, (128,)),), {}, 0, 0)
+    eight = Plan(_MAX_CALLS, 1)
+    launch = Loop(lambda x: x + 1, nothing, eight)
+    launch_s = launch.time(make_inputs(nothing, eight, key)).us / 1e6
     copy_s = copy.time(make_inputs(copying, one, key)).us / 1e6
     matmul_s = matmul.time(make_inputs(product, one, key)).us / 1e6
-    return Limits(2 * 4 * elements / copy_s, 2 * n**3 / matmul_s)
+    return Limits(2 * 4 * elements / copy_s, 2 * n**3 / matmul_s, launch_s)
 
 
 def _normal(shape: Sequence[int], scale: float) -> Callable[[jax.Array], jax.Array]:

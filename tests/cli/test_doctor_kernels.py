@@ -12,7 +12,7 @@ from ddtree_jax.pallas.cases.registry import Registry, load_registry
 from ddtree_jax.pallas.dispatch import Op
 
 TOYS = load_registry(pathlib.Path(__file__).parents[1] / "pallas" / "toy_ops.py")
-LIMITS = measure.Limits(copy=1e12, matmul=1e14)
+LIMITS = measure.Limits(copy=1e12, matmul=1e14, launch=1e-6)
 
 
 @pytest.fixture

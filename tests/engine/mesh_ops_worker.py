@@ -24,9 +24,17 @@ from flax import nnx
 from ddtree_jax.models import Target, make_mesh
 from ddtree_jax.models import kernel_specs as specs
 from ddtree_jax.models.folders import target_sharding
-from ddtree_jax.models.glm5 import Glm5
+from ddtree_jax.models.glm5 import MLA, Glm5
 from ddtree_jax.models.kernels import PACKED_FROM, with_kernels
-from ddtree_jax.models.linear import GridKernel, LayerIndex, LayerKernel, Linear, PackedKernel, kernel_arrays
+from ddtree_jax.models.linear import (
+    GridKernel,
+    LayerHeads,
+    LayerIndex,
+    LayerKernel,
+    Linear,
+    PackedKernel,
+    kernel_arrays,
+)
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import packed_kernels
@@ -44,6 +52,7 @@ CONFIG = dataclasses.replace(
     moe_intermediate_size=64,
     num_attention_heads=8,
     v_head_dim=16,
+    qk_nope_head_dim=16,
     q_lora_rank=32,
     n_routed_experts=36,
     num_hidden_layers=2,
@@ -100,13 +109,13 @@ def target(packed: str, dtype: Any, mesh: Any) -> Target:
 
 
 def first_layer(kernel: Any) -> Any:
-    if isinstance(kernel, (GridKernel, LayerKernel)) and kernel.layer is not None:
+    if isinstance(kernel, (GridKernel, LayerKernel, LayerHeads)) and kernel.layer is not None:
         kernel.layer = LayerIndex(jnp.int32(0))
     return kernel
 
 
 def products(packed: str, mesh: Any) -> dict[str, Any]:
-    """Every linear layer and the experts of a model."""
+    """Every linear layer, the matrices of heads and the experts of a model."""
     dtype = jnp.float32 if packed == "packed" else jnp.bfloat16
     fast = with_kernels(target(packed, dtype, mesh), KernelChoice(INTERPRETED), free=True, packed_from=0).module()
     slow = dict(nnx.iter_modules(with_kernels(target(packed, dtype, None), REFERENCES, packed_from=0).module()))
@@ -121,13 +130,22 @@ def products(packed: str, mesh: Any) -> dict[str, Any]:
             x = draw(7, 1, ROWS, other.weight.k if grid else other.values.shape[1], dtype=dtype)
             run, reference = (lambda x, k=k: k.multiply(x, jnp.float32) for k in (one, other))
             out[name] = compare(run, reference, x, split=not array.is_fully_replicated)
+        for matrix in ("k_b", "v_b") if isinstance(node, MLA) and packed == "plain" else ():
+            one, other = first_layer(getattr(node, matrix)), first_layer(getattr(slow[path], matrix))
+            _, rank, heads, width = other.values.shape
+            transposed = matrix == "k_b"
+            x = draw(9, 1, ROWS, heads, width if transposed else rank, dtype=dtype)
+            run, reference = (lambda x, k=k, t=transposed: k.multiply(x, transposed=t) for k in (one, other))
+            out[f"{name}.{matrix}"] = compare(run, reference, x, split=not one.values[...].is_fully_replicated)
         if isinstance(node, MoE):
             assert isinstance(node.gate_up, GridKernel) == (packed == "packed")
             other = slow[path]
             x = draw(8, ROWS, CONFIG.hidden_size, dtype=dtype)
             for moe in (node, other):
                 first_layer(moe.gate_up), first_layer(moe.down)
-                moe.router, moe.router_bias = (nnx.Param(param[...][0]) for param in (moe.router, moe.router_bias))
+                whole = isinstance(moe.router, LayerKernel)  # of bfloat16 models
+                moe.router = first_layer(moe.router) if whole else nnx.Param(moe.router[...][0])
+                moe.router_bias = nnx.Param(moe.router_bias[...][0])
             run, reference = (lambda x, m=m: m._grouped(x, jnp.int32(0))[0] for m in (node, other))
             array = node.down.words[...] if packed == "packed" else node.down[...]
             out[name] = compare(run, reference, x, split=not array.is_fully_replicated)

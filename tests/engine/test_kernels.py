@@ -23,8 +23,16 @@ from ddtree_jax.models.config import Glm5Config
 from ddtree_jax.models.folders import describe_target
 from ddtree_jax.models.glm5 import Glm5
 from ddtree_jax.models.kernels import PACKED_FROM, leaves_on_kernels, with_kernels
-from ddtree_jax.models.linear import GridKernel, LayerKernel, Linear, PackedKernel, kernel_arrays
-from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT, MoE
+from ddtree_jax.models.linear import (
+    GridKernel,
+    LayerHeads,
+    LayerIndex,
+    LayerKernel,
+    Linear,
+    PackedKernel,
+    kernel_arrays,
+)
+from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT, MoE, bfloat16_terms
 from ddtree_jax.models.params import packed_kernels
 from ddtree_jax.models.published import GLM_5
 from ddtree_jax.models.quant import dequantise
@@ -170,9 +178,35 @@ def test_what_is_unpacked_of_glm_5():
         *(f"{prefix}.indexer.{name}.kernel" for name in indexer),
         "stacks.layers.mlp.shared.down.kernel",
     }
+    (router,) = [path for path in after if path[-1] == "router"]
+    layers, width, experts = before[router].shape
+    assert (after[router].shape, after[router].dtype) == ((layers, width, 3, experts), jnp.bfloat16)
     assert before.keys() - after.keys() == {
         (*path, name) for path in new for name in ("codes", "scales", "global_scale")
     }
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_bfloat16_terms_are_whole_float32_weights(jitted):
+    weights = np.random.default_rng().standard_normal((2, 32, 8)).astype(np.float32)
+    weights[0, :4] *= np.float32(10.0) ** np.arange(-24, 24, 12)[:, None]
+    weights[1, 0] = [0, -0.0, 1, 2**-30, 1 + 2**-23, 3e38, 1 + 2**-8, -(1 + 2**-16)]
+    terms = (jax.jit(bfloat16_terms) if jitted else bfloat16_terms)(jnp.asarray(weights))
+    assert terms.shape == (2, 32, 3, 8) and terms.dtype == jnp.bfloat16
+    assert (np.asarray(terms, np.float64).sum(axis=2) == weights.astype(np.float64)).all()
+
+
+def test_routers_of_bfloat16_models_stay_exact():
+    engine = make_pair(4, packed="none", dtype=jnp.bfloat16)
+    fast = on_kernels(engine)
+    (slow_moe,), (fast_moe,) = modules(engine, MoE), modules(fast, MoE)
+    assert isinstance(fast_moe.router, LayerKernel)
+    weights = np.asarray(slow_moe.router[...], np.float64)[0]
+    fast_moe.router.layer = LayerIndex(jnp.int32(0))
+    x = jnp.asarray(np.random.default_rng().standard_normal((5, weights.shape[0])), jnp.bfloat16)
+    exact = np.asarray(x, np.float64) @ weights
+    assert np.abs(np.asarray(fast_moe._logits(x), np.float64) - exact).max() <= 2e-6 * np.abs(exact).max()
+    assert not any(isinstance(moe.router, LayerKernel) for moe in modules(on_kernels(make_pair(4, packed="none")), MoE))
 
 
 def seen_by_layers(jaxpr, inside=False):
@@ -185,12 +219,12 @@ def seen_by_layers(jaxpr, inside=False):
     return found
 
 
-def test_no_weight_of_a_linear_layer_is_cut_out_of_its_stack():
+def test_no_plain_weight_is_cut_out_of_its_stack():
     engine = make_pair(4, packed="none")
     fast = on_kernels(engine)
     found = [node for _, node in nnx.iter_modules((fast.target.module(), fast.drafter.module()))]
-    shapes = {node.values.shape for node in found if isinstance(node, LayerKernel)}
-    assert len(shapes) >= 6
+    shapes = {node.values.shape for node in found if isinstance(node, (LayerKernel, LayerHeads))}
+    assert len(shapes) >= 8 and modules(fast, LayerHeads)
 
     def cut(engine):
         plan, weights = decoding.make_plan(engine, SpeculativeAlgorithm.DDTREE, 7, "greedy")

@@ -44,7 +44,7 @@ def check(mesh, part):
     if part == "rest":
         assert len(results) == 7
         return
-    expected = SPLIT | ({"head"} if part == "packed" else set())
+    expected = SPLIT | ({"head"} if part == "packed" else {"attention.mla.k_b", "attention.mla.v_b"})
     found = {name.removeprefix("stacks.layers.") for name, result in results.items() if result["split"]}
     assert found == expected and len(results) == len(expected) + 1
 

@@ -63,6 +63,15 @@ def operations(choice: KernelChoice) -> dict[str, tuple[Any, ...]]:
             {"out_dtype": jnp.float32},
             (array((16, 4096), BF16, None, TENSOR), array((2, 4096, 1024), BF16, None, TENSOR), layer),
         ),
+        "layer_heads_matmul": (
+            Specs((heads, heads), heads),
+            {"transposed": False},
+            (
+                array((1, 17, 128, 512), BF16, None, None, TENSOR),
+                array((2, 512, 128, 256), BF16, None, None, TENSOR),
+                layer,
+            ),
+        ),
         "nvfp4_matmul": (
             Specs((P(), columns_specs), P(None, None, TENSOR)),
             {"out_dtype": BF16},

@@ -160,6 +160,6 @@ def test_kernels_compile_for_two_gpus(compilers, platform, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 5 and all(program["kernels"] for program in found.values()), found
+    assert len(found) == 6 and all(program["kernels"] for program in found.values()), found
     sums = {op for op, program in found.items() if program["moves"]}
     assert sums == {"layer_matmul", "moe"} and all(found[op]["moves"] == ["all-reduce"] for op in sums), found

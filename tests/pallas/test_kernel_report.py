@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 TOYS = load_registry(HERE / "toy_ops.py")
 PRODUCT = TOYS.cases[0]
-LIMITS = measure.Limits(copy=1e9, matmul=1e12)
+LIMITS = measure.Limits(copy=1e9, matmul=1e12, launch=1e-6)
 
 
 def measured(registry, **options):
@@ -197,7 +197,7 @@ def test_what_does_not_compile_in_time_is_left_out():
 def test_table_json_and_markdown_say_the_same(report, tmp_path):
     lines = report.text().splitlines()
     assert lines[0] == report.title() and "cpu" in lines[0] and "jax " in lines[0]
-    assert lines[1] == "copy 1 GB/s, bfloat16 product 1 TFLOP/s, seed 7"
+    assert lines[1] == "copy 1 GB/s, bfloat16 product 1 TFLOP/s, launch 1.0 us, seed 7"
     assert lines[2].split() == ["kernel", "shape", "implementation", "us", "rate", "of", "limit", "error"]
     assert len(lines) == 3 + len(report.rows)
     assert lines[4].endswith("not served: needs a Hopper GPU")

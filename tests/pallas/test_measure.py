@@ -183,8 +183,8 @@ def test_a_check_takes_the_place_of_the_exact_answer():
 
 def test_limits():
     found = measure.measure_limits(copy_bytes=2**20, matmul_size=64)
-    assert found.copy > 0 and found.matmul > 0
-    limits = measure.Limits(copy=1e9, matmul=1e12)
+    assert found.copy > 0 and found.matmul > 0 and found.launch > 0
+    limits = measure.Limits(copy=1e9, matmul=1e12, launch=1e-6)
     case = dataclasses.replace(PRODUCT, traffic=2000, flops=10**6)
     assert limits.memory_bound(case) and limits.seconds(case) == 2e-6
     case = dataclasses.replace(case, flops=10**7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.pallas.arg_specs import GLM5_LINEARS, Linear
+from ddtree_jax.pallas.arg_specs import GLM5_EXPERTS, GLM5_LINEARS, Linear
 from ddtree_jax.pallas.cases.base import Baseline, Case, rarely_compiled
 
 LAYERS, LAYER = 2, 1
@@ -36,8 +37,8 @@ def _alone(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:
     return jnp.dot(x, w[0], preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _case(name: str, rows: int) -> Case:
-    linear = GLM5_LINEARS[name]
+def _case(name: str, rows: int, linear: Linear | None = None) -> Case:
+    linear = linear or GLM5_LINEARS[name]
     traffic = 2 * (linear.n * linear.k + rows * (linear.n + linear.k))
     return Case(
         op="layer_matmul",
@@ -57,6 +58,13 @@ def _case(name: str, rows: int) -> Case:
     )
 
 
+def _router_case(rows: int) -> Case:
+    """The router: three bfloat16 terms of each float32 weight side by side, as `models.moe` has them."""
+    terms = Linear(3 * GLM5_EXPERTS.e, GLM5_EXPERTS.d)
+    own = {"baselines": {}, "static": {"out_dtype": jnp.float32}, "tolerance": 1e-5}
+    return dataclasses.replace(_case("router", rows, terms), **own)
+
+
 _SWEPT = ("o", "dense_gate_up", "q_a")
 CASES = (
     _case("o", 17),
@@ -64,6 +72,7 @@ CASES = (
         (
             *(_case(name, 17) for name in GLM5_LINEARS if name not in ("o", "kv_b")),
             *(_case(name, rows) for name in _SWEPT for rows in (1, 65, 128)),
+            _router_case(17),
         )
     ),
 )
