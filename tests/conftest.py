@@ -27,6 +27,11 @@ def compiles_quickly(config: pytest.Config) -> bool:
     return re.search(r"\bnot slow\b", config.getoption("markexpr")) is not None and not _gpu_chosen(config)
 
 
+def compilation_as_here() -> dict[str, str]:
+    """Environment of a process on the CPU that optimises its programs as this one does."""
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.read("jax_disable_most_optimizations")))}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-compilers",

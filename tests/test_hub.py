@@ -13,6 +13,7 @@ import pytest
 import ddtree_jax
 from ddtree_jax import CheckpointError, hub
 from ddtree_jax.models import load_drafter, load_target, make_drafter, make_target, save_drafter, save_target
+from tests.conftest import compilation_as_here
 from tests.engine.conftest import DRAFTER, TARGET
 
 ROOT = Path(__file__).parents[1]
@@ -221,9 +222,14 @@ def test_the_real_package_reads_its_cache_offline(folders, tmp_path, left_out):
     command += ["--token-ids", "1,2,3", "--max-new-tokens", "4", "--json", "--stop-token-ids", ""]
     # An address that nothing answers, should the package go online all the same.
     settings = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    environment = {**os.environ, **settings, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    settings |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **compilation_as_here()}
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+        check=False,
     )
     if not left_out:
         assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import pytest
 import ddtree_jax
 from ddtree_jax import bench, cli
 from ddtree_jax.engine import demo_folder
+from tests.conftest import compilation_as_here
 
 PROMPT = "def add(a, b):\n"
 SHORT = ("--max-new-tokens", "24")
@@ -42,14 +43,16 @@ def test_the_text_is_the_one_of_the_library_and_statistics_come_last(demo, capsy
     assert f"in {result.stats.num_rounds} rounds" in line
 
 
-def test_all_algorithms_and_budgets_print_the_same_text(demo, capsys):
+@pytest.mark.parametrize(
+    "options", [["--algorithm", "dflash"], pytest.param(["--budget", "7"], marks=pytest.mark.slow), ["--budget", "32"]]
+)
+def test_all_algorithms_and_budgets_print_the_same_text(demo, capsys, options):
     def tokens(*options: str) -> list[int]:
         return json.loads(output(capsys, "generate", PROMPT, *SHORT, "--json", *options))["token_ids"]
 
     plain = tokens("--algorithm", "none")
     assert len(plain) > 1
-    for options in (["--algorithm", "dflash"], ["--budget", "7"], ["--budget", "32"]):
-        assert tokens(*options) == plain, options
+    assert tokens(*options) == plain
 
 
 def test_json_holds_the_statistics_of_the_contract(demo, capsys):
@@ -143,6 +146,7 @@ def command(*argv: str) -> subprocess.Popen:
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            **compilation_as_here(),
         },
     )
 

@@ -400,7 +400,9 @@ converted.convert(sys.argv[1], None, sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("at", ["write_leaves", "write_manifest", "check_room", "_sync"])
+@pytest.mark.parametrize(
+    "at", [pytest.param("write_leaves", marks=pytest.mark.slow), "write_manifest", "check_room", "_sync"]
+)
 def test_a_killed_conversion_leaves_no_checkpoint_that_looks_whole(source, pair, tmp_path, at):
     output = tmp_path / "out"
     child = subprocess.Popen(
@@ -429,9 +431,10 @@ def test_a_killed_conversion_leaves_no_checkpoint_that_looks_whole(source, pair,
         assert_same(load_target(output), pair[0])
 
 
-def test_a_conversion_killed_at_any_time_leaves_a_whole_folder_or_none(source, pair, tmp_path):
+@pytest.mark.parametrize("delays", [(0.02,), pytest.param((0, 0.02, 0.1), marks=pytest.mark.slow)])
+def test_a_conversion_killed_at_any_time_leaves_a_whole_folder_or_none(source, pair, tmp_path, delays):
     """Without a hook: SIGKILL as soon as the first file of the checkpoint is there, and a little later."""
-    for run, delay in enumerate((0, 0.02, 0.1)):
+    for run, delay in enumerate(delays):
         output = tmp_path / f"out{run}"
         child = subprocess.Popen([sys.executable, "-m", "ddtree_jax", "convert", "--target", str(source / "target"),
                                   "--output", str(output)], stdout=subprocess.DEVNULL, cwd=ROOT,

@@ -1,7 +1,9 @@
 """DFlash2 drafters in the engine: configs, folders that do not fit, and losslessness on a small random pair."""
 
 import dataclasses
+import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -94,13 +96,20 @@ def test_wrong_keys_are_named(changes, named):
         DFlashConfig.from_hf(values)
 
 
-@pytest.fixture
-def folders(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
     target = make_target(TARGET, dtype="float32")
-    save_target(target, tmp_path / "target", dtype=jnp.float32)
+    save_target(target, root / "target", dtype=jnp.float32)
     for name, config in (("first", DRAFTER), ("second", DRAFTER2)):
-        save_drafter(make_drafter(config, target), target, tmp_path / name, dtype=jnp.float32)
-    return tmp_path
+        save_drafter(make_drafter(config, target), target, root / name, dtype=jnp.float32)
+    return root
+
+
+@pytest.fixture
+def folders(saved, tmp_path):
+    """A target with a drafter of each version, to be changed."""
+    return shutil.copytree(saved, tmp_path / "folders")
 
 
 def set_config(root, name, config):
@@ -163,7 +172,12 @@ def greedy(small_dflash2_engine):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "budget"), [("dflash", 0), ("ddtree", 0), ("ddtree", 1), ("ddtree", 4), ("ddtree", 15)]
+    ("algorithm", "budget"),
+    [
+        ("dflash", 0),
+        *(pytest.param("ddtree", budget, marks=pytest.mark.slow) for budget in (0, 1, 4)),
+        ("ddtree", 15),
+    ],
 )
 def test_greedy_equals_autoregressive(small_dflash2_engine, greedy, algorithm, budget):
     results = ddtree_jax.generate(small_dflash2_engine, PROMPTS, NEW, algorithm, budget, stop_token_ids=[])
@@ -172,7 +186,7 @@ def test_greedy_equals_autoregressive(small_dflash2_engine, greedy, algorithm, b
         assert max(r.stats.mean_acceptance_length for r in results) > 1.0
 
 
-@pytest.mark.parametrize(("algorithm", "budget"), [("dflash", 0), ("ddtree", 15)])
+@pytest.mark.parametrize(("algorithm", "budget"), [pytest.param("dflash", 0, marks=pytest.mark.slow), ("ddtree", 15)])
 def test_a_prompt_alone_with_the_value_rules_checked(small_dflash2_engine, greedy, algorithm, budget):
     options = dict(stop_token_ids=[], debug=True)
     alone = ddtree_jax.generate(small_dflash2_engine, PROMPTS[0], NEW, algorithm, budget, **options)
@@ -185,18 +199,26 @@ def test_the_target_alone_decides_what_is_written(small_dflash2_engine, small_en
     assert [r.token_ids for r in results] == greedy
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param(dict(), marks=pytest.mark.slow), dict(top_k=12, top_p=0.9, min_p=0.01)],
-    ids=["plain", "filtered"],
-)
-def test_sampled_output_is_the_same_for_every_algorithm_and_batch(small_dflash2_engine, settings):
-    def run(prompts, algorithm, seeds, budget=15):
-        results = ddtree_jax.generate(
-            small_dflash2_engine, prompts, NEW, algorithm, budget, 1.3, seed=seeds, stop_token_ids=[], **settings
-        )
-        return [r.token_ids for r in results]
+FILTERED = dict(top_k=12, top_p=0.9, min_p=0.01)
 
+
+def sampled(engine, prompts, algorithm, seeds, budget=15, **settings):
+    options = dict(seed=seeds, stop_token_ids=[], **settings)
+    return [r.token_ids for r in ddtree_jax.generate(engine, prompts, NEW, algorithm, budget, 1.3, **options)]
+
+
+def test_sampled_output_is_that_of_plain_decoding(small_dflash2_engine):
+    run = functools.partial(sampled, small_dflash2_engine, **FILTERED)
+    plain = run(PROMPTS, "none", [3, 4, 5])
+    assert run(PROMPTS, "ddtree", [3, 4, 5]) == plain
+    other = run(PROMPTS, "none", [6, 4, 5])
+    assert [one == two for one, two in zip(other, plain, strict=True)] == [False, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, FILTERED], ids=["plain", "filtered"])
+def test_sampled_output_is_the_same_for_every_algorithm_and_batch(small_dflash2_engine, settings):
+    run = functools.partial(sampled, small_dflash2_engine, **settings)
     plain = run(PROMPTS, "none", [3, 4, 5])
     assert run(PROMPTS, "ddtree", [3, 4, 5]) == plain
     assert run(PROMPTS, "dflash", [3, 4, 5]) == plain
@@ -212,7 +234,7 @@ def first_tree(engine, algorithm, budget):
     return sum((chunk.token_ids for chunk in chunks), []), row
 
 
-@pytest.mark.parametrize(("algorithm", "budget"), [("dflash", 0), ("ddtree", 8)])
+@pytest.mark.parametrize(("algorithm", "budget"), [pytest.param("dflash", 0, marks=pytest.mark.slow), ("ddtree", 8)])
 def test_the_codebooks_drive_the_tree_and_not_the_output(small_dflash2_engine, greedy, algorithm, budget):
     target = small_dflash2_engine.target
     silent = dflash2_noise(make_drafter(DRAFTER2, target, seed=2), conv=0.3, pairs=0.0)

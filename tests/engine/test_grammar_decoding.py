@@ -177,10 +177,10 @@ def _first(engine, prompt, compiled, emitted=()):
     ("algorithm", "implementation"),
     [
         ("ddtree", "host"),
-        ("ddtree", "table"),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
+                ("ddtree", "table"),
                 ("none", "table"),
                 ("none", "host"),
                 ("dflash", "host"),

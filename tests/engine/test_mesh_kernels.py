@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ddtree_jax.models.kernel_specs import local_expert_ids, mla_specs
 from ddtree_jax.models.sharding import EXPERT, TENSOR, make_mesh
 from ddtree_jax.pallas.choice import KernelChoice, Specs
+from tests.conftest import compilation_as_here
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900
@@ -27,7 +28,9 @@ SPLIT = {"attention.mla.q_b", "attention.mla.o", "mlp.gate_up", "mlp"}
 def run(mesh, part):
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.mesh_ops_worker", mesh, part],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+        | compilation_as_here(),
         cwd=ROOT,
         capture_output=True,
         text=True,

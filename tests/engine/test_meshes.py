@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 import ddtree_jax
 from ddtree_jax.models import load_drafter, load_target
 from ddtree_jax.models.sharding import make_mesh
+from tests.conftest import compilation_as_here
 from tests.engine.mesh_worker import write_pair
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def run(tmp_path_factory, request):
         flags = "--xla_force_host_platform_device_count=8"
         done = subprocess.run(
             [sys.executable, "-m", "tests.engine.mesh_worker", json.dumps(message)],
-            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | compilation_as_here(),
             cwd=ROOT,
             capture_output=True,
             text=True,

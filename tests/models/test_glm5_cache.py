@@ -26,7 +26,14 @@ def prefilled(target, golden, **options):
     return session
 
 
-@pytest.mark.parametrize(("name", "absorbed"), [("mixed", False), ("mixed", True), ("index_share", True)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "absorbed"),
+    [
+        ("mixed", True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("mixed", False), ("index_share", True))),
+    ],
+    ids=str,
+)
 def test_chunked_prefill_and_decoding_equal_those_of_transformers(load_golden, name, absorbed):
     target, golden = load_golden(name)
     token_ids = golden["token_ids"]
@@ -61,8 +68,15 @@ def test_batch_of_different_lengths_equals_singles(load_golden):
     assert largest_error(together[:, 0], golden["tree_logits"][:, 0]) <= TOLERANCE
 
 
-@BOTH_FORMS
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "absorbed"),
+    [
+        pytest.param(name, absorbed, marks=[] if quick else [pytest.mark.slow], id=f"{name}-{form}")
+        for name in NAMES
+        for absorbed, form in ((False, "expanded"), (True, "absorbed"))
+        for quick in (name == "mixed" or absorbed == (name == "index_share"),)
+    ],
+)
 def test_each_tree_node_equals_the_plain_forward_of_its_path(load_golden, name, absorbed):
     target, golden = load_golden(name)
     session = prefilled(target, golden, absorbed=absorbed)

@@ -106,7 +106,7 @@ def test_regression_a3_the_last_layer_is_a_tap_before_the_final_norm(mixed, make
     assert models.draft_logits(drafter, target, golden["token_ids"]).shape == (2, 5, 128)
 
 
-@pytest.mark.parametrize("layer_ids", [(5,), (0, 5), (5, 0, 3)])
+@pytest.mark.parametrize("layer_ids", [(5,), pytest.param((0, 5), marks=pytest.mark.slow), (5, 0, 3)])
 def test_regression_a4_one_feature_per_listed_layer(mixed, all_features, layer_ids):
     target, golden = mixed
     features = models.target_features(target, golden["token_ids"], layer_ids)
@@ -266,7 +266,7 @@ def test_regression_a15_features_and_drafts_equal_the_reference_on_a_prompt(mixe
     np.testing.assert_array_equal(found.argmax(-1), drafts.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["mixed", "index_share"])
+@pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.slow), "index_share"])
 def test_regression_a15_greedy_decoding_equals_that_of_transformers(load_golden, name):
     target, golden = load_golden(name)
     session, emitted = Session(target, 2, CAPACITY, absorbed=True), []
@@ -578,7 +578,7 @@ def test_regression_e62_fp8_is_a_clear_error_where_it_cannot_be(mixed, tmp_path)
         models.load_target(folder)
 
 
-@pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target_dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_regression_e62_target_and_drafter_may_differ_in_dtype(mixed, tmp_path, target_dtype):
     """Each cache has the dtype of its own network; a drafter in the other dtype costs rounding and no more."""
     config = dflash_reference.drafter_config()

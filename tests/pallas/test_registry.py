@@ -76,10 +76,13 @@ def test_expectations_of_a_case_module_are_by_implementation(monkeypatch):
     assert not any(name == "of_another_operation" for _, name in registry.expected)
 
 
-def test_on_hopper_a_kernel_serves_every_case_but_these():
-    """So that what a test skips where no kernel serves cannot hide one."""
+@pytest.mark.parametrize("rarely", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_on_hopper_a_kernel_serves_every_case_but_these(rarely):
+    """So that what a test skips where no kernel serves cannot hide one. rarely: the cases that are rarely compiled."""
     registry = load_registry()
-    for case in registry.cases:
+    cases = [case for case in registry.cases if case.compile_slow == rarely]
+    assert cases
+    for case in cases:
         op, shapes = registry.ops[case.op], jax.eval_shape(case.make, jax.random.key(0))
 
         def serves(name, op=op, case=case, shapes=shapes):

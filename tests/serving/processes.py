@@ -23,6 +23,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from ddtree_jax.engine import demo_folder
+from tests.conftest import compilation_as_here
 
 START_S = 600  # a first start compiles its programs
 WAIT_S = 60  # for what must come
@@ -75,7 +76,7 @@ def server_process(*arguments: str, wait: bool = True) -> Iterator[ServerProcess
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.read("jax_disable_most_optimizations"))),
+        **compilation_as_here(),
     }
     if jax.config.jax_compilation_cache_dir:
         command += ["--compilation-cache-dir", jax.config.jax_compilation_cache_dir]

@@ -19,7 +19,7 @@ from serving.engine_loop import DeviceThread
 from serving.errors import CancelledError, DeadlineError, InternalError, NotReadyError, QueueFullError
 from serving.jobs import Failed, Finished
 from serving.sequences import RunningSequence
-from tests.serving.conftest import WAIT_S, Listener
+from tests.serving.conftest import WAIT_S, Listener, Loop
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(10, 58, size).tolist() for size in (1, 3, 70, 33, 12, 100, 32, 5)]
@@ -44,6 +44,16 @@ def alone(text_engine):
         for prompt, length, options in zip(PROMPTS, LENGTHS, SETTINGS, strict=True)
         for implementation in ["host" if "grammar" in options else "auto"]
     ]
+
+
+@pytest.fixture(scope="module")
+def plain_loop(text_engine):
+    """One loop without speculation, left as it was found."""
+    loop = Loop(text_engine, algorithm=ddtree_jax.SpeculativeAlgorithm.NONE, budget=0, max_running_requests=2)
+    loop.thread.start()
+    assert loop.thread.wait_until_ready(WAIT_S)
+    yield loop
+    loop.thread.stop()
 
 
 class Gate(Listener):
@@ -125,9 +135,12 @@ def test_sequences_of_different_extents_share_a_round(make_loop, monkeypatch, al
 
 
 @pytest.mark.parametrize("algorithm", ["none", pytest.param("dflash", marks=pytest.mark.slow)])
-def test_other_algorithms(make_loop, text_engine, algorithm):
+def test_other_algorithms(make_loop, request, text_engine, algorithm):
     member = ddtree_jax.SpeculativeAlgorithm.parse(algorithm)
-    loop = make_loop(algorithm=member, budget=0, max_running_requests=2)
+    if algorithm == "none":
+        loop = request.getfixturevalue("plain_loop")
+    else:
+        loop = make_loop(algorithm=member, budget=0, max_running_requests=2)
     listeners = [loop.ask(PROMPTS[i], max_new_tokens=12, **SETTINGS[i]) for i in (0, 2, 4)]
     for i, listener in zip((0, 2, 4), listeners, strict=True):
         implementation = "host" if "grammar" in SETTINGS[i] else "auto"
@@ -461,10 +474,9 @@ def test_a_grammar_that_fails_behind_a_token_ends_its_own_request_alone(
 
 @pytest.mark.parametrize("algorithm", ["ddtree", "none"])
 def test_a_grammar_that_stalls_the_others_ends_its_own_request_alone(
-    make_loop, shared_loop, monkeypatch, alone, algorithm
+    shared_loop, plain_loop, monkeypatch, alone, algorithm
 ):
-    member = ddtree_jax.SpeculativeAlgorithm.parse(algorithm)
-    loop = shared_loop if algorithm == "ddtree" else make_loop(algorithm=member, budget=0)
+    loop = shared_loop if algorithm == "ddtree" else plain_loop
     gate = Gate()
     free = loop.ask(PROMPTS[3], listener=gate, max_new_tokens=LENGTHS[3], **SETTINGS[3])
     assert gate.first.wait(WAIT_S)

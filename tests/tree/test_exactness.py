@@ -173,7 +173,7 @@ def conditional_law(filters: str):
         ("plain", "tree", 6),
         ("filtered", "tree", 6),
         ("cool", "tree", 6),
-        ("filtered", "none", 0),
+        pytest.param("filtered", "none", 0, marks=pytest.mark.slow),
     ],
 )
 def test_joint_law_of_the_first_tokens(filters, algorithm, budget):

@@ -49,7 +49,7 @@ def test_greedy_equals_plain_decoding(algorithm, budget):
             )
 
 
-@pytest.mark.parametrize("mode", ["sample", "filtered"])
+@pytest.mark.parametrize("mode", [pytest.param("sample", marks=pytest.mark.slow), "filtered"])
 def test_sampled_outputs_do_not_depend_on_the_algorithm(mode):
     params = SamplingParams.create(4, temperature=0.9, top_k=7, top_p=0.95, min_p=0.02, seed=[3, 1, 4, 1])
     runs = {
