@@ -13,6 +13,10 @@ COMPILE_KERNELS := --gpu-compilers=$(COMPILERS)
 TEST_NEEDS := $(COMPILERS_STAMP)
 endif
 
+# In the order of the files: by the number of tests, which is the default, the few long tests of a file would come last, and one
+# worker would wait for the other.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint format bench clean FORCE
 
@@ -48,10 +52,10 @@ format: $(STAMP)
 	$(BIN)/python -m ruff format .
 
 test: lint $(TEST_NEEDS)
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --dist loadfile $(COMPILE_KERNELS)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(WORKERS) $(COMPILE_KERNELS)
 
 test-all: lint $(TEST_NEEDS)
-	$(BIN)/python -m pytest -m 'not gpu' -n auto --dist loadfile $(COMPILE_KERNELS)
+	$(BIN)/python -m pytest -m 'not gpu' $(WORKERS) $(COMPILE_KERNELS)
 
 bench: $(STAMP)
 	$(BIN)/ddtree-jax bench
