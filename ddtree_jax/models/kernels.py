@@ -1,4 +1,6 @@
-"""Makes a loaded model run on GPU kernels: lays packed weights out or unpacks them, keeps plain ones whole."""
+"""Makes a loaded model run on GPU kernels: lays packed weights out or unpacks them, keeps plain ones whole, takes
+routers apart into terms.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False, packed
     Args:
       model: a `Target` or `Drafter` with its weights.
       choice: one without kernels gives the model back as it is.
-      free: deletes each packed weight of `model` once it is laid out anew, so that not all are there twice; `model`
+      free: deletes each weight of `model` that is made anew in another form, so that not all are there twice; `model`
         cannot be used afterwards.
       packed_from: a packed linear layer with fewer weights on a device is unpacked, to its values in the model's dtype,
         and runs as plain ones do; 0: none is. Routed experts stay packed.
@@ -66,23 +68,24 @@ def with_kernels(model: Any, choice: KernelChoice, *, free: bool = False, packed
                 node.kernel = _plain(node.kernel, own, model.dtype, place=place, mesh=model.mesh, free=free)
             else:
                 node.kernel = lay(node.kernel, own, _LINEAR[len(node.letters)])
-        if isinstance(node, Linear) and _is_stacked(node):
+        if isinstance(node, Linear) and _is_stacked(node.kernel, 1 + len(node.letters)):
             values = node.kernel[...]
             axes = () if place is None else _axes(place, own, values)[1:]
             node.kernel = LayerKernel(values, _indices(values.shape[0], model.mesh), choice, axes)
         if isinstance(node, MoE) and isinstance(node.gate_up, PackedKernel) and isinstance(node.down, PackedKernel):
             node.gate_up = lay(node.gate_up, (*path, "gate_up"), _BY_WIDTH if node.dense else _BY_EXPERT)
             node.down = lay(node.down, (*path, "down"), _DOWN)
-        if isinstance(node, MoE) and node.router.ndim == 3 and model.dtype == jnp.bfloat16:
-            terms = jax.jit(bfloat16_terms)(node.router[...])
+        if isinstance(node, MoE) and _is_stacked(node.router, 2) and model.dtype == jnp.bfloat16:
+            weights = node.router[...]
+            terms = jax.jit(bfloat16_terms)(weights)
             node.router = LayerKernel(terms, _indices(terms.shape[0], model.mesh), choice)
-        if isinstance(node, MLA):
-            for name in ("k_b", "v_b"):
+            if free:
+                weights.delete()
+        for name in ("k_b", "v_b") if isinstance(node, MLA) else ():
+            if _is_stacked(getattr(node, name), 3):
                 values = getattr(node, name)[...]
-                if values.ndim == 4:  # of stacked layers
-                    heads = None if place is None else _axes(place, (*path, name), values)[2]
-                    own = LayerHeads(values, _indices(values.shape[0], model.mesh), choice, heads)
-                    setattr(node, name, own)
+                heads = None if place is None else _axes(place, (*path, name), values)[2]
+                setattr(node, name, LayerHeads(values, _indices(values.shape[0], model.mesh), choice, heads))
         if hasattr(node, "kernels"):
             node.kernels = choice
     graphdef, params = nnx.split(module)
@@ -119,9 +122,9 @@ def _part_size(path: tuple, shape: tuple[int, ...], place: Place | None) -> int:
     return 2 * math.prod(part[_lead(path) :])
 
 
-def _is_stacked(linear: Linear) -> bool:
-    """Whether the kernel, a plain parameter, has an axis of layers in front of [in, *out]."""
-    return isinstance(linear.kernel, nnx.Param) and linear.kernel.ndim > 1 + len(linear.letters)
+def _is_stacked(param: Any, axes: int) -> bool:
+    """Whether it is a plain parameter with an axis of layers in front of its own."""
+    return isinstance(param, nnx.Param) and param.ndim > axes
 
 
 def _axes(place: Place, path: tuple, array: jax.Array) -> tuple[str | None, ...]:

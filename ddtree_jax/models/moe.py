@@ -42,7 +42,8 @@ class MoE(nnx.Module):
     Plain kernels above the limit run as one ragged product over rows sorted by expert. Packed ones, and kernels split
     over a mesh, run as a loop over the experts that some row has chosen, so that only one at a time is unpacked.
     On GPU kernels (`kernels.with_kernels`) the operation `moe` runs instead: packed ones laid out for it, by expert
-    whatever their number, and plain ones above the limit as they are.
+    whatever their number, and plain ones above the limit as they are; the router of a bfloat16 model then comes as its
+    `bfloat16_terms`.
     """
 
     def __init__(
@@ -224,7 +225,9 @@ class MoE(nnx.Module):
 
 
 def bfloat16_terms(weights: jax.Array) -> jax.Array:
-    """float32[R, D, E] -> bfloat16[R, D, 3, E], whose sum over the third axis they are, in all of their 24 bits.
+    """float32[R, D, E] -> bfloat16[R, D, 3, E], whose sum over the third axis they are.
+
+    In all of their 24 bits between 1e-31 and 3e38: below, the last term underflows; above, the first one overflows.
 
     With bfloat16 rows the product of each term is exact, so tensor cores do what float32 units take four times as long
     for.

@@ -95,8 +95,10 @@ def layer_heads_matmul_triton(
         raise NotImplementedError(f"{x.dtype}: the kernel multiplies bfloat16")
     if not 0 < rows <= MAX_ROWS:
         raise NotImplementedError(f"{rows} rows; the kernel is made for 1 to {MAX_ROWS}")
-    if k % 16:
+    if not k or k % 16:
         raise NotImplementedError(f"{k} columns of x: the kernel needs a multiple of 16")
+    if not weights.size:
+        raise NotImplementedError(f"weights {weights.shape}: the kernel needs some")
     if tiles is None:
         tiles = choose_tiles(rows, k, columns, platform)
     return _run(x.reshape(rows, heads, k), weights, layer.reshape(1), transposed, tiles, platform).reshape(

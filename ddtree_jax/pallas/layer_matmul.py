@@ -100,8 +100,10 @@ def layer_matmul_triton(
         raise NotImplementedError(f"{x.dtype}: the kernel multiplies bfloat16")
     if not 0 < rows <= MAX_ROWS:
         raise NotImplementedError(f"{rows} rows; the kernel is made for 1 to {MAX_ROWS}")
-    if k % 16:
+    if not k or k % 16:
         raise NotImplementedError(f"K {k}: the kernel needs a multiple of 16")
+    if not weights.size:
+        raise NotImplementedError(f"weights {weights.shape}: the kernel needs some")
     columns = math.prod(weights.shape[2:])
     if tiles is None:
         tiles = choose_tiles(rows, k, columns, platform)

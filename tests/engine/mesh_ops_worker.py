@@ -39,6 +39,7 @@ from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import packed_kernels
 from ddtree_jax.models.quant import dequantise
+from ddtree_jax.models.sharding import TENSOR
 from ddtree_jax.pallas.api import OPS
 from ddtree_jax.pallas.backend import INTERPRETED
 from ddtree_jax.pallas.choice import KernelChoice
@@ -134,7 +135,8 @@ def products(packed: str, mesh: Any) -> dict[str, Any]:
             one, other = first_layer(getattr(node, matrix)), first_layer(getattr(slow[path], matrix))
             _, rank, heads, width = other.values.shape
             transposed = matrix == "k_b"
-            x = draw(9, 1, ROWS, heads, width if transposed else rank, dtype=dtype)
+            assert one.axis == TENSOR
+            x = draw(9, 2, ROWS, heads, width if transposed else rank, dtype=dtype)
             run, reference = (lambda x, k=k, t=transposed: k.multiply(x, transposed=t) for k in (one, other))
             out[f"{name}.{matrix}"] = compare(run, reference, x, split=not one.values[...].is_fully_replicated)
         if isinstance(node, MoE):

@@ -33,6 +33,7 @@ from ddtree_jax.models.linear import (
     kernel_arrays,
 )
 from ddtree_jax.models.moe import DENSE_EXPERTS_LIMIT, MoE, bfloat16_terms
+from ddtree_jax.models.pair import flat_leaves
 from ddtree_jax.models.params import packed_kernels
 from ddtree_jax.models.published import GLM_5
 from ddtree_jax.models.quant import dequantise
@@ -180,7 +181,9 @@ def test_what_is_unpacked_of_glm_5():
         *(f"{prefix}.indexer.{name}.kernel" for name in indexer),
         "stacks.layers.mlp.shared.down.kernel",
     }
+    in_float32 = describe_target(config, dtype="float32")
     (router,) = [path for path in after if path[-1] == "router"]
+    assert leaves_on_kernels(in_float32)[router] == in_float32.leaves[router]
     layers, width, experts = before[router].shape
     assert (after[router].shape, after[router].dtype) == ((layers, width, 3, experts), jnp.bfloat16)
     assert before.keys() - after.keys() == {
@@ -196,6 +199,8 @@ def test_bfloat16_terms_are_whole_float32_weights(jitted):
     terms = (jax.jit(bfloat16_terms) if jitted else bfloat16_terms)(jnp.asarray(weights))
     assert terms.shape == (2, 32, 3, 8) and terms.dtype == jnp.bfloat16
     assert (np.asarray(terms, np.float64).sum(axis=2) == weights.astype(np.float64)).all()
+    # XLA for GPUs drops a conversion there and back; what it must not drop is this.
+    assert str(jax.make_jaxpr(bfloat16_terms)(weights)).count("reduce_precision[") == 3
 
 
 def test_routers_of_bfloat16_models_stay_exact():
@@ -209,6 +214,22 @@ def test_routers_of_bfloat16_models_stay_exact():
     exact = np.asarray(x, np.float64) @ weights
     assert np.abs(np.asarray(fast_moe._logits(x), np.float64) - exact).max() <= 2e-6 * np.abs(exact).max()
     assert not any(isinstance(moe.router, LayerKernel) for moe in modules(on_kernels(make_pair(4, packed="none")), MoE))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_model_that_is_on_kernels_may_go_onto_others(dtype):
+    once = on_kernels(make_pair(4, packed="all", dtype=dtype))
+    again = on_kernels(once, REFERENCES)
+    assert modules(again, LayerHeads) and all(moe.kernels == REFERENCES for moe in modules(again, MoE))
+
+
+def test_what_is_made_anew_is_freed():
+    target = make_pair(4, packed="all", dtype=jnp.bfloat16).target
+    given = flat_leaves(target.params)
+    kept = flat_leaves(with_kernels(target, KERNELS, free=True).params)
+    anew = {path for path, leaf in given.items() if leaf.is_deleted()}
+    assert {path[-1] for path in anew} >= {"router", "codes", "scales", "global_scale"}
+    assert not any(leaf.is_deleted() for leaf in kept.values())
 
 
 def seen_by_layers(jaxpr, inside=False):

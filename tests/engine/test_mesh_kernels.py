@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ddtree_jax.models.kernel_specs import local_expert_ids, mla_specs
+from ddtree_jax.models.kernel_specs import heads_specs, local_expert_ids, mla_specs
 from ddtree_jax.models.sharding import EXPERT, TENSOR, make_mesh
 from ddtree_jax.pallas.choice import KernelChoice, Specs
 from tests.conftest import compilation_as_here
@@ -97,6 +97,10 @@ def test_what_does_not_divide_is_whole(heads, batch, expected):
     assert specs.results == specs.operands[0] == P(own, None, head)
     assert specs.operands[1] == P(None, own) and specs.sums == ()
     assert mla_specs(q, None) is None
+    # The heads' own matrices are split as they were loaded, so their place is given.
+    specs = heads_specs(batch, head, make_mesh(2, 4, devices="abstract"))
+    assert specs.results == specs.operands[0] == P(own, None, head) and specs.sums == ()
+    assert specs.operands[1] == P(None, None, head) and heads_specs(batch, head, None) is None
 
 
 def test_a_choice_over_a_mesh_of_one_device():

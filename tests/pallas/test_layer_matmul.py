@@ -92,6 +92,8 @@ def test_what_it_refuses():
         ((x, weights, jnp.zeros(1, jnp.int32)), ValueError, "layer"),
         ((jnp.zeros((129, 64), x.dtype), weights, jnp.int32(1)), NotImplementedError, "129 rows"),
         ((x[:, :24], weights[:, :24], jnp.int32(1)), NotImplementedError, "multiple of 16"),
+        ((x[:, :0], weights[:, :0], jnp.int32(1)), NotImplementedError, "multiple of 16"),
+        ((x, weights[..., :0], jnp.int32(1)), NotImplementedError, "some"),
     ):
         with pytest.raises(error_type, match=match):
             call(*arrays, platform=INTERPRETED)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, current_platform
+from ddtree_jax.pallas.api import OPS
+from ddtree_jax.pallas.backend import B200, H200, HOST, INTERPRETED, RTX_PRO_6000, current_platform
 from ddtree_jax.pallas.mla_gather import ATOM, FOURS, LINE, lines_of, row_of, source_of, target_of
 from ddtree_jax.pallas.mla_mosaic_compute import PIECES, RANK, ROPE
 from ddtree_jax.pallas.mla_selected_mosaic import SCHEDULE, mla_selected_mosaic
@@ -135,6 +136,12 @@ def test_what_is_refused():
     for options, reason in refused:
         with pytest.raises(NotImplementedError, match=reason):
             call(**options)
+
+
+def test_hopper_prefers_it_and_other_gpus_do_not_try_it():
+    op = OPS["mla_attention_selected"]
+    assert op.names(H200) == OPS["mla_attention"].names(H200) == ("mosaic", "triton", "reference")
+    assert all("mosaic" not in op.names(platform) for platform in (B200, RTX_PRO_6000, HOST))
 
 
 @pytest.mark.gpu
