@@ -38,6 +38,7 @@ from ddtree_jax.pallas.measure import traced_times
 from ddtree_jax.profiling import random_state
 
 START = time.perf_counter()
+PAIRS = ("demo", "demo-nvfp4", "slice")
 LAYERS = 7  # of the slice, three of them dense
 KERNELS = (AUTO, REFERENCE)
 # Of the rounds. XLA's search for its own products' tiles does not end within minutes for the slice in plain JAX.
@@ -162,13 +163,30 @@ def show(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}; a positive integer")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def pairs(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(PAIRS):
+        raise argparse.ArgumentTypeError(f"got {text!r}; of {', '.join(PAIRS)}, with commas between them")
+    return names
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", default="demo,demo-nvfp4,slice")
-    parser.add_argument("--budget", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=16, help="new tokens a prompt")
-    parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[1024])
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--pairs", type=pairs, default=list(PAIRS))
+    parser.add_argument("--budget", type=positive, default=16)
+    parser.add_argument("--tokens", type=positive, default=16, help="new tokens a prompt")
+    parser.add_argument("--contexts", type=positives, default=[1024])
+    parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--only", choices=("tokens", "rounds"), help="one half alone")
     parser.add_argument("--profile", action="store_true", help="also the longest kernels of a round with kernels")
     parser.add_argument("--json", help="also write the numbers here")
@@ -178,7 +196,7 @@ def main() -> int:
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}; operations: {', '.join(OPS)}")
     results = []
-    for name in args.pairs.split(","):
+    for name in args.pairs:
         results.append(measure_pair(name, args))
         print(show(results[-1]), flush=True)
         jax.clear_caches()

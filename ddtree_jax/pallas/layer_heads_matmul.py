@@ -166,5 +166,7 @@ def _check(x: jax.Array, weights: jax.Array, layer: jax.Array, transposed: bool)
         raise ValueError(f"got x {x.shape}, weights {weights.shape}; they must be {own} and [R, C, H, N]")
     if x.dtype not in (jnp.bfloat16, jnp.float32) or weights.dtype != x.dtype:
         raise ValueError(f"got x in {x.dtype}, weights in {weights.dtype}; both must be bfloat16, or float32")
+    if not weights.shape[0]:
+        raise ValueError(f"weights: got {weights.shape}; there must be a layer")
     if layer.shape != () or layer.dtype != jnp.int32:
         raise ValueError(f"layer: got {layer.dtype}{list(layer.shape)}; it must be an int32 scalar")

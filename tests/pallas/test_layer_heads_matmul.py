@@ -93,6 +93,7 @@ def test_what_it_refuses():
         ((x[:, :, :1], weights, jnp.int32(1)), ValueError, "R, C, H, N"),
         ((x, weights.astype(jnp.float32), jnp.int32(1)), ValueError, "both"),
         ((x, weights, jnp.zeros(1, jnp.int32)), ValueError, "layer"),
+        ((x, weights[:0], jnp.int32(0)), ValueError, "there must be a layer"),
         ((jnp.zeros((3, 43, 2, 64), x.dtype), weights, jnp.int32(1)), NotImplementedError, "129 rows"),
         ((x[..., :24], weights[:, :24], jnp.int32(1)), NotImplementedError, "multiple of 16"),
         ((x[..., :0], weights[:, :0], jnp.int32(1)), NotImplementedError, "multiple of 16"),

@@ -60,6 +60,15 @@ def test_a_file_that_does_not_fit_together(tmp_path):
         load_registry(file)
 
 
+@pytest.mark.parametrize("text", [None, "", "1 /", "OPS = {}", "raise SystemError('no')"])
+def test_a_file_that_gives_no_operations(tmp_path, text):
+    file = tmp_path / "ops.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match="does not give OPS and CASES"):
+        load_registry(file)
+
+
 def test_expectations_of_a_case_module_are_by_implementation(monkeypatch):
     from ddtree_jax.pallas.cases import base
 

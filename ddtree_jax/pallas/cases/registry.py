@@ -9,6 +9,7 @@ import pkgutil
 import runpy
 from collections.abc import Iterator, Mapping
 
+from ddtree_jax.errors import one_line
 from ddtree_jax.pallas import cases
 from ddtree_jax.pallas.cases.base import Case
 from ddtree_jax.pallas.dispatch import REFERENCE, Op
@@ -68,11 +69,15 @@ def load_registry(file: str | pathlib.Path | None = None) -> Registry:
       file: defines OPS, CASES and, if need be, EXPECTED: {(operation, implementation): Expected}.
 
     Raises:
-      ValueError: a case of an unknown operation.
+      ValueError: a case of an unknown operation, or a file that cannot be run or lacks one of these names.
     """
     if file is not None:
-        names = runpy.run_path(str(file))
-        return _checked(Registry(names["OPS"], tuple(names["CASES"]), names.get("EXPECTED", {})))
+        try:
+            names = runpy.run_path(str(file))
+            given = Registry(names["OPS"], tuple(names["CASES"]), names.get("EXPECTED", {}))
+        except Exception as error:  # whatever a user's program raises
+            raise ValueError(f"ops: got {file}, which does not give OPS and CASES: {one_line(error)}") from error
+        return _checked(given)
     from ddtree_jax.pallas.api import OPS
 
     found: list[Case] = []
