@@ -28,6 +28,7 @@ from ddtree_jax.models.sharding import partition, target_dims
 from ddtree_jax.pallas.choice import KernelChoice
 from ddtree_jax.pallas.moe import MAX_ROWS
 from ddtree_jax.pallas.moe_plain import PlainExperts
+from ddtree_jax.pallas.nvfp4_grid import split_float32
 
 DENSE_EXPERTS_LIMIT = 32  # up to here all experts as one wide SwiGLU beat every routed form on CPU, as measured
 
@@ -225,19 +226,12 @@ class MoE(nnx.Module):
 
 
 def bfloat16_terms(weights: jax.Array) -> jax.Array:
-    """float32[R, D, E] -> bfloat16[R, D, 3, E], whose sum over the third axis they are.
-
-    In all of their 24 bits between 1e-31 and 3e38: below, the last term underflows; above, the first one overflows.
+    """float32[R, D, E] -> bfloat16[R, D, 3, E], whose sum over the third axis they are (`split_float32`).
 
     With bfloat16 rows the product of each term is exact, so tensor cores do what float32 units take four times as long
     for.
     """
-    terms = []
-    for _ in range(3):
-        # XLA would take the rounding away and with it all terms but the first.
-        terms.append(jax.lax.reduce_precision(weights, exponent_bits=8, mantissa_bits=7))
-        weights = weights - terms[-1]
-    return jnp.stack(terms, axis=2).astype(jnp.bfloat16)
+    return jnp.stack(split_float32(weights), axis=2)
 
 
 def _loop_over_hit_experts(

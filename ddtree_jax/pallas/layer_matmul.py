@@ -137,34 +137,49 @@ def _kernel(layer_ref, x_ref, weights_ref, out_ref, *, tiles):
     first_row, first, split = pl.program_id(0) * tiles.rows, pl.program_id(1) * tiles.columns, pl.program_id(2)
     (num_rows, k), num_columns = x_ref.shape, weights_ref.shape[2]
     share = k // tiles.depth // tiles.splits
-    row_mask = column_mask = None
-    if num_rows % tiles.rows:
-        row_mask = (first_row + jnp.arange(tiles.rows) < num_rows)[:, None]
-    if num_columns % tiles.columns:
-        column_mask = (first + jnp.arange(tiles.columns) < num_columns)[None, :]
-
-    def masked(at: Any, mask: jax.Array | None, shape: tuple[int, int]) -> jax.Array:
-        return load(at) if mask is None else load(at, mask=jnp.broadcast_to(mask, shape), other=0.0)
+    rows, columns = within(first_row, tiles.rows, num_rows), within(first, tiles.columns, num_columns)
 
     def body(step: jax.Array, total: jax.Array) -> jax.Array:
         at = pl.ds((split * share + step) * tiles.depth, tiles.depth)
-        x = masked(x_ref.at[pl.ds(first_row, tiles.rows), at], row_mask, (tiles.rows, tiles.depth))
+        x = load_part(x_ref.at[pl.ds(first_row, tiles.rows), at], rows, (tiles.rows, tiles.depth))
         w_at = weights_ref.at[layer, at, pl.ds(first, tiles.columns)]
-        return total + dot(x, masked(w_at, column_mask, (tiles.depth, tiles.columns)))
+        return total + dot(x, load_part(w_at, columns, (tiles.depth, tiles.columns), axis=1))
 
     total = jax.lax.fori_loop(0, share, body, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
-    mask = None
-    if row_mask is not None or column_mask is not None:
-        mask = jnp.ones(total.shape, jnp.bool_)
-        mask = mask if row_mask is None else mask & row_mask
-        mask = mask if column_mask is None else mask & column_mask
     out_at = out_ref.at[split, pl.ds(first_row, tiles.rows), pl.ds(first, tiles.columns)]
-    store(out_at, total.astype(out_ref.dtype), mask=mask)
+    store_part(out_at, total.astype(out_ref.dtype), rows, columns)
+
+
+def within(first: jax.Array, size: int, count: int) -> jax.Array | None:
+    """bool[size], which of the rows or columns from `first` on there are; None: all, in whole tiles."""
+    return first + jnp.arange(size) < count if count % size else None
+
+
+def load_part(at: Any, there: jax.Array | None, shape: tuple[int, int], axis: int = 0) -> jax.Array:
+    """A tile of `shape`, with zeros for what is not there along `axis`, as `within` says."""
+    if there is None:
+        return load(at)
+    return load(at, mask=jnp.broadcast_to(jnp.expand_dims(there, 1 - axis), shape), other=0.0)
+
+
+def store_part(at: Any, tile: jax.Array, rows: jax.Array | None, columns: jax.Array | None) -> None:
+    """Writes what is there of a tile."""
+    mask = None
+    if rows is not None or columns is not None:
+        mask = jnp.ones(tile.shape, jnp.bool_)
+        mask = mask if rows is None else mask & rows[:, None]
+        mask = mask if columns is None else mask & columns[None, :]
+    store(at, tile, mask=mask)
 
 
 def _check(x: jax.Array, weights: jax.Array, layer: jax.Array) -> None:
     if x.ndim != 2 or weights.ndim < 3 or weights.shape[1] != x.shape[1]:
         raise ValueError(f"got x {x.shape}, weights {weights.shape}; they must be [M, K] and [R, K, *out]")
+    check_stack(x, weights, layer)
+
+
+def check_stack(x: jax.Array, weights: jax.Array, layer: jax.Array) -> None:
+    """ValueError for what is wrong beside the shape of a matrix."""
     if x.dtype not in (jnp.bfloat16, jnp.float32) or weights.dtype != x.dtype:
         raise ValueError(f"got x in {x.dtype}, weights in {weights.dtype}; both must be bfloat16, or float32")
     if not weights.shape[0]:

@@ -289,7 +289,10 @@ def num_parts(dtype: jnp.dtype) -> int:
 
 
 def split_float32(x: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 arrays whose sum is x: exactly, but for what is below the subnormals of bfloat16."""
+    """Three bfloat16 arrays whose sum is x: exactly, but for what is below the subnormals of bfloat16.
+
+    Above 3.38e38 the first one overflows.
+    """
     parts = []
     for _ in range(3):
         # reduce_precision: XLA may drop a conversion to bfloat16 and back as excess precision.
